@@ -1,0 +1,548 @@
+"""The engine: requests in, tokens out, one jitted call a step.
+
+    add_request -> scheduler.plan -> step.run (on the device) -> scheduler.commit -> outputs
+"""
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence as AnySequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_paged import cache as pages
+from jax_paged.cache import CacheSpec
+from jax_paged.errors import InvariantError, RequestError
+from jax_paged.memory import plan_pool
+from jax_paged.models.config import ModelConfig
+from jax_paged.radix import RadixTree
+from jax_paged.request import CompletionOutput, Request, RequestOutput, SamplingParams, Sequence
+from jax_paged.scheduler import Commands, Scheduler, StepPlan
+from jax_paged.step import Bucket, PageCommands, StepInputs, StepResult, apply_commands, pack_commands, pack_inputs, run_step
+from jax_paged.tokenizer import Detokenizer, Tokenizer
+
+__all__ = ["LLM", "StreamEvent"]
+
+_log = logging.getLogger("jax_paged")
+
+# A product of fewer rows than this runs off a cliff in XLA's CPU code, and costs no less on a TPU or GPU.
+_MIN_ROWS = 8
+
+# Tokens of KV that a prefill may read by way of decode's program, one query at a time: a few short prompts.
+_MAX_REREAD = 1024
+
+type Prompt = str | AnySequence[int] | np.ndarray
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What one more token brought. `text` may be empty while a character is incomplete; `output` is the whole so far."""
+
+    text: str
+    token_id: int | None
+    output: RequestOutput
+
+
+class LLM:
+    """A model behind a paged cache and a prefix tree.
+
+    Args:
+      model: a built-in name, a Hugging Face directory, a .gguf file, or an `nnx.Module` of your own (see `jax_paged.nn`) with a
+        `config` that has num_layers, num_kv_heads, head_dim, vocab_size and max_model_len.
+      page_size: tokens a page.
+      num_pages: pages in the pool; None sizes it from the memory there is.
+      max_seqs: sequences running at once.
+      max_model_len: tokens of the longest sequence; None: the model's, or what the pool holds.
+      max_batch_tokens: tokens a step, prefill and decode together.
+      prefix_cache: reuse the pages of prefixes seen before.
+      partial_hits: reuse also a page that agrees in part, by copying it.
+      schedule: "lpm" or "fcfs", see `Scheduler`.
+      dtype: "bfloat16" or "float32", of weights, computation and cache.
+      debug_checks: after every step check all books and fill what must not be read with NaN. Slow.
+      seed: for requests that bring none.
+      tokenizer: for a model of your own.
+      clock: seconds, for the times in outputs.
+      progress: called with (layers loaded, layers in all).
+
+    Raises:
+      ModelError: the model cannot be loaded.
+      ValueError: a size that cannot be.
+
+    Example:
+      >>> llm = LLM("smollm2-135m")
+      >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
+    """
+
+    def __init__(
+        self,
+        model: str | nnx.Module = "smollm2-135m",
+        *,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_seqs: int = 64,
+        max_model_len: int | None = None,
+        max_batch_tokens: int = 512,
+        prefix_cache: bool = True,
+        partial_hits: bool = True,
+        schedule: str = "lpm",
+        dtype: str = "bfloat16",
+        debug_checks: bool = False,
+        seed: int = 0,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        for name, size in (("page_size", page_size), ("max_seqs", max_seqs), ("max_batch_tokens", max_batch_tokens)):
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        if isinstance(model, str):
+            model, tokenizer = _load(model, dtype, tokenizer, progress)
+        self.config: ModelConfig = model.config
+        self.tokenizer = tokenizer
+        self.spec, self.max_model_len = plan_pool(
+            self.config,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_seqs=max_seqs,
+            max_model_len=max_model_len,
+            dtype=jnp.dtype(dtype),
+        )
+        self._graphdef, self._state = nnx.split(model)
+        self._cache = pages.init_cache(self.spec)
+        self._tree = RadixTree(page_size) if prefix_cache else None
+        self._scheduler = Scheduler(
+            num_pages=self.spec.num_pages,
+            page_size=page_size,
+            max_seqs=max_seqs,
+            max_batch_tokens=max_batch_tokens,
+            tree=self._tree,
+            schedule=schedule,
+            partial_hits=partial_hits,
+        )
+        self._buckets = _buckets(max_batch_tokens, self.spec)
+        # Enough for the pages of one long sequence and of a full batch; more than that goes in several calls.
+        self._capacity = self.spec.max_pages_per_seq + max_batch_tokens + max_seqs
+        self._compilations = 0
+        self._run = jax.jit(self._traced_step, static_argnames="bucket", donate_argnames="cache")
+        self._apply = jax.jit(apply_commands, donate_argnames="cache")
+        self._debug_checks, self._seed, self._clock = debug_checks, seed, clock
+        self._requests: dict[int, Request] = {}
+        self._texts: dict[Sequence, _Text] = {}
+        self._next_id = 0
+        self._undelivered: dict[int, RequestOutput] = {}
+
+    def _traced_step(self, state: Any, cache: pages.PagedCache, inputs: StepInputs, bucket: Bucket) -> Any:
+        self._compilations += 1  # runs only when traced
+        return run_step(self._graphdef, state, cache, inputs, bucket)
+
+    # --- One call for everything ---
+
+    def generate(
+        self,
+        prompts: Prompt | AnySequence[Prompt],
+        params: SamplingParams | AnySequence[SamplingParams] | None = None,
+        *,
+        namespace: Hashable = None,
+    ) -> list[RequestOutput]:
+        """Runs prompts to their end.
+
+        Args:
+          prompts: one or several, each a string or token ids.
+          params: one for all, or one each; None is `SamplingParams()`.
+          namespace: only prompts of the same namespace share cached prefixes.
+
+        Returns:
+          One output a prompt, in their order.
+
+        Raises:
+          RequestError: one of them can never run; then none has been started.
+        """
+        prompts = _prompt_list(prompts)
+        params = params or SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(each)} SamplingParams for {len(prompts)} prompts; give one, or one a prompt")
+        requests = [self._request(prompt, p, namespace) for prompt, p in zip(prompts, each)]
+        for request in requests:
+            self._enqueue(request)
+        done: dict[int, RequestOutput] = {}
+        own = {request.request_id for request in requests}
+        try:
+            while len(done) < len(requests):
+                for output in self._advance():
+                    if output.request_id not in own:
+                        self._undelivered[output.request_id] = output
+                    elif output.finished:
+                        done[output.request_id] = output
+        finally:
+            for request_id in own - done.keys():
+                self.abort(request_id)
+                self._undelivered.pop(request_id, None)
+        return [done[request.request_id] for request in requests]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: Hashable = None
+    ) -> Iterator[StreamEvent]:
+        """Runs one prompt and yields each token as it comes. Closing the iterator early ends the request.
+
+        Raises:
+          RequestError: it can never run.
+        """
+        request = self._request(prompt, params or SamplingParams(), namespace)
+        self._enqueue(request)
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[StreamEvent]:
+        seen = num_tokens = 0
+        try:
+            while not request.finished or num_tokens == 0:
+                for output in self._advance():
+                    if output.request_id != request.request_id:
+                        self._undelivered[output.request_id] = output
+                        continue
+                    sample = output.outputs[0]
+                    yield StreamEvent(sample.text[seen:], sample.token_ids[-1] if sample.token_ids else None, output)
+                    seen, num_tokens = len(sample.text), len(sample.token_ids)
+        finally:
+            self.abort(request.request_id)
+            self._undelivered.pop(request.request_id, None)
+
+    def chat(
+        self,
+        messages: AnySequence[dict[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        namespace: Hashable = None,
+    ) -> RequestOutput:
+        """Answers a conversation: a list of {"role": ..., "content": ...}, through the model's own chat template."""
+        return self.generate([self.render_chat(messages)], params, namespace=namespace)[0]
+
+    def render_chat(self, messages: AnySequence[dict[str, str]]) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins."""
+        tokenizer = self._need_tokenizer("chat")
+        return tokenizer.encode(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
+
+    # --- Driving it yourself ---
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: Hashable = None,
+        priority: int = 0,
+    ) -> int:
+        """Queues a prompt; `step` runs it.
+
+        Args:
+          prompt: a string or token ids.
+          params: how to sample.
+          namespace: as in `generate`.
+          priority: lower goes first.
+
+        Returns:
+          The request's id.
+
+        Raises:
+          RequestError: it can never run, and why. The queue goes on without it.
+        """
+        request = self._request(prompt, params or SamplingParams(), namespace, priority)
+        self._enqueue(request)
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step. Returns the requests that changed; `finished` says which are done."""
+        undelivered, self._undelivered = self._undelivered, {}
+        changed = {output.request_id: output for output in self._advance()}
+        return list((undelivered | changed).values())
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request, wherever it is; its last output comes with the next `step`. One that has ended stays as it is."""
+        request = self._requests.get(request_id)
+        if request is not None and not request.finished:
+            self._scheduler.abort(request)
+            self._undelivered[request_id] = self._output(request)
+            self._forget(request)
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to do or to tell."""
+        return self._scheduler.has_work() or bool(self._undelivered)
+
+    # --- The books ---
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, and where the pages are now; `free_pages + tree_pages + private_pages == num_pages`."""
+        free = self._scheduler.ledger.num_free
+        tree = self._tree.num_pages if self._tree is not None else 0
+        return {
+            "num_pages": self.spec.num_pages,
+            "free_pages": free,
+            "tree_pages": tree,
+            "private_pages": self.spec.num_pages - free - tree,
+            **self._scheduler.counts,
+            "compilations": self._compilations,
+        }
+
+    @property
+    def tree(self) -> RadixTree | None:
+        """The prefix tree, to look at."""
+        return self._tree
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes, as new weights demand. False, and nothing has changed, while pages are in use."""
+        return self._scheduler.reset_tree()
+
+    def check(self) -> None:
+        """Raises `InvariantError`, naming pages, unless device, scheduler and tree agree about every page."""
+        self._flush(self._scheduler.commands)
+        self._scheduler.commands = Commands()
+        tree_pages = self._tree.pages() if self._tree is not None else set()
+        pages.check(self._cache, tree_pages)
+        ledger = self._scheduler.ledger
+        wrong = np.nonzero(np.asarray(self._cache.ref_counts) != ledger.ref_counts)[0]
+        if len(wrong) or int(self._cache.num_free) != ledger.num_free:
+            raise InvariantError(
+                f"host and device disagree: reference counts of pages {wrong[:20].tolist()}; free pages {ledger.num_free} "
+                f"and {int(self._cache.num_free)}"
+            )
+        tables, lens = np.asarray(self._cache.block_tables), np.asarray(self._cache.seq_lens)
+        for seq in self._scheduler.running:
+            row = tables[seq.slot][: len(seq.pages)].tolist()
+            if row != seq.pages or lens[seq.slot] != seq.num_computed:
+                raise InvariantError(f"slot {seq.slot} holds pages {row}, the scheduler has {seq.pages}")
+        if self._tree is not None:
+            self._tree.check()
+
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles the programs of all buckets, so that nothing compiles later."""
+        self.check()
+        for i, bucket in enumerate(self._buckets):
+            self._dispatch(StepPlan([], [], Commands()), bucket)
+            if progress is not None:
+                progress(i + 1, len(self._buckets))
+
+    def close(self) -> None:
+        """Ends all requests and forgets the cached prefixes."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._undelivered.clear()
+        self.reset_prefix_cache()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- Inside ---
+
+    def _request(self, prompt: Prompt, params: SamplingParams, namespace: Hashable, priority: int = 0) -> Request:
+        """A request that can run, or an error that says why not."""
+        ids = self._encode(prompt)
+        limit = self.max_model_len
+        if len(ids) >= limit:
+            raise RequestError(
+                f"a prompt of {len(ids)} tokens leaves no room to generate: sequences have at most max_model_len={limit} "
+                f"tokens here ({-(-limit // self.spec.page_size)} of the pool's {self.spec.num_pages} pages of "
+                f"{self.spec.page_size}). Shorten it, or raise max_model_len or num_pages"
+            )
+        stop = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop |= set(getattr(self.config, "eos_token_ids", ()))
+        request_id = self._next_id
+        self._next_id += 1
+        max_tokens = limit if params.max_tokens is None else params.max_tokens
+        return Request(
+            request_id,
+            ids,
+            params,
+            seed=params.seed if params.seed is not None else (self._seed * 1_000_003 + request_id) % 2**32,
+            max_new_tokens=min(max_tokens, limit - len(ids)),
+            stop_token_ids=frozenset(stop),
+            namespace=namespace,
+            priority=priority,
+            arrival_s=self._clock(),
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        ids = self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise RequestError(f"the prompt {prompt!r} has no tokens; give at least one")
+        for token in ids:
+            if not isinstance(token, int | np.integer) or not 0 <= token < self.config.vocab_size:
+                raise RequestError(f"{token!r} is not a token id of this model: 0 <= id < {self.config.vocab_size}")
+        return [int(token) for token in ids]
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and this model has none; give token ids, or LLM(tokenizer=...)")
+        return self.tokenizer
+
+    def _enqueue(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        for seq in request.sequences:
+            self._texts[seq] = _Text(self.tokenizer)
+        self._scheduler.add(request)
+
+    def _advance(self) -> list[RequestOutput]:
+        plan = self._scheduler.plan()
+        if plan is None:
+            return []
+        now = self._clock()
+        for row in plan.rows:
+            request = row.seq.request
+            if request.times.first_scheduled_s is None:
+                request.times = replace(request.times, first_scheduled_s=now)
+        result = self._dispatch(plan, self._bucket(plan))
+        changed = self._scheduler.commit(plan, result.tokens, result.logprobs, result.taken)
+        if self._debug_checks:
+            self.check()
+            self._poison()
+        return self._report(changed)
+
+    def _dispatch(self, plan: StepPlan, bucket: Bucket) -> StepResult:
+        *early, last = plan.commands.split(self._capacity)
+        for commands in early:
+            self._flush(commands)
+        inputs = pack_inputs(plan, self._pack(last), bucket, self.spec.max_seqs)
+        self._cache, packed = self._run(self._state, self._cache, inputs, bucket=bucket)
+        result = StepResult.unpack(np.asarray(packed), bucket)
+        assert not result.oom, "a planned step ran out of pages"
+        return result
+
+    def _flush(self, commands: Commands) -> None:
+        for piece in commands.split(self._capacity) if commands else ():
+            self._cache = self._apply(self._cache, self._pack(piece))
+
+    def _pack(self, commands: Commands) -> PageCommands:
+        return pack_commands(commands, self._capacity, self.spec.num_pages, self.spec.max_seqs)
+
+    def _poison(self) -> None:
+        mask = np.zeros(self.spec.num_pages, bool)
+        mask[list(self._tree.pages() if self._tree is not None else ())] = True
+        self._cache = pages.poison(self._cache, mask)
+
+    def _bucket(self, plan: StepPlan) -> Bucket:
+        """The cheapest program for a plan. Decode's reads a sequence's pages once for each of its tokens, which pays for decode
+        and for short prompts."""
+        tokens_read = sum(row.num_tokens * (row.start + row.num_tokens) for row in plan.rows if not row.is_decode)
+        return next(
+            b
+            for b in self._buckets
+            if b.num_tokens >= plan.num_tokens
+            and b.num_rows >= len(plan.rows)
+            and (tokens_read <= _MAX_REREAD or not b.one_token_rows)
+        )
+
+    def _report(self, changed: list[Sequence]) -> list[RequestOutput]:
+        now = self._clock()
+        requests: dict[int, Request] = {}
+        for seq in changed:
+            request = seq.request
+            requests[request.request_id] = request
+            self._texts[seq].add(seq)
+            if request.times.first_token_s is None:
+                request.times = replace(request.times, first_token_s=now)
+        outputs = [self._output(request) for request in requests.values()]
+        for request in requests.values():
+            if request.finished:
+                self._forget(request)
+        return outputs
+
+    def _output(self, request: Request) -> RequestOutput:
+        if request.finished:
+            request.times = replace(request.times, finished_s=self._clock())
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[self._completion(seq) for seq in request.sequences],
+            num_cached_tokens=request.sequences[0].num_cached_tokens,
+            finished=request.finished,
+            times=request.times,
+        )
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        wanted = seq.request.params.logprobs is not None
+        return CompletionOutput(
+            index=seq.sample_index,
+            text=self._texts[seq].text(final=seq.finish_reason is not None),
+            token_ids=seq.output_token_ids,
+            logprobs=list(seq.logprobs) if wanted else None,
+            cumulative_logprob=sum(seq.logprobs) if wanted else None,
+            finish_reason=seq.finish_reason,
+        )
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        for seq in request.sequences:
+            del self._texts[seq]
+
+
+class _Text:
+    """The text of a sequence so far, token by token."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._parts: list[str] = []
+
+    def add(self, seq: Sequence) -> None:
+        """Takes the last token in; one that ended the text is not part of it."""
+        if self._detokenizer is not None and seq.finish_reason != "stop":
+            self._parts.append(self._detokenizer.add(int(seq.tokens[-1])))
+
+    def text(self, final: bool) -> str:
+        if final and self._detokenizer is not None:
+            self._parts.append(self._detokenizer.flush())
+        self._parts = ["".join(self._parts)]
+        return self._parts[0]
+
+
+def _load(
+    name: str, dtype: str, tokenizer: Tokenizer | None, progress: Callable[[int, int], None] | None
+) -> tuple[nnx.Module, Tokenizer | None]:
+    from jax_paged.models.llama import Llama
+    from jax_paged.models.load import load
+
+    loaded = load(name, dtype, progress)
+    return Llama(loaded.config, loaded.weights), tokenizer or loaded.tokenizer
+
+
+def _buckets(max_batch_tokens: int, spec: CacheSpec) -> list[Bucket]:
+    """The sizes that steps are padded to, cheapest first: twice as many tokens from one to the next.
+
+    Decode has a token a row, up to `max_seqs`. Prefill, and both mixed, have a few rows or as many as can be.
+    """
+
+    def bucket(num_tokens: int, num_rows: int, one_token_rows: bool) -> Bucket:
+        most_pages = min(num_tokens, num_tokens // spec.page_size + 2 * num_rows, spec.num_pages)
+        return Bucket(num_tokens, num_rows, most_pages, one_token_rows)
+
+    max_rows = _power_of_two(spec.max_seqs)
+    decode = [bucket(n, n, True) for n in _doubling(_MIN_ROWS, max_rows)]
+    mixed = [
+        bucket(n, rows, False)
+        for n in _doubling(max_rows, _power_of_two(max_batch_tokens))
+        for rows in sorted({_MIN_ROWS, max_rows})
+    ]
+    return decode + mixed
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    return [first << i for i in range((last // first).bit_length())]
+
+
+def _power_of_two(number: int) -> int:
+    """The next one, not below the smallest bucket."""
+    return max(_MIN_ROWS, 1 << (number - 1).bit_length())
+
+
+def _prompt_list(prompts: Prompt | AnySequence[Prompt]) -> list[Prompt]:
+    """Tells one prompt from several: token ids are numbers, prompts are not."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int | np.integer) else prompts

@@ -1,0 +1,142 @@
+"""A Llama decoder (Touvron et al. 2023, arXiv 2302.13971, section 2.2) over the paged cache, in Flax NNX.
+
+Matrices are stored [out, in], and those that read the same input stand in one: fewer, larger products.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_paged.cache import PagedCache
+from jax_paged.models.config import ModelConfig, rope_frequencies
+from jax_paged.nn import Batch, PagedAttention
+
+__all__ = ["Llama", "random_weights"]
+
+
+def linear(x: jax.Array, weight: nnx.Param[jax.Array], bias: nnx.Param[jax.Array] | None = None) -> jax.Array:
+    """x [rows, in] times weight [out, in], accumulated in float32: f32[rows, out]."""
+    out = jax.lax.dot_general(x, weight[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return out if bias is None else out + bias[...].astype(jnp.float32)
+
+
+def rms_norm(x: jax.Array, weight: nnx.Param[jax.Array], eps: float) -> jax.Array:
+    """Root-mean-square normalisation of f32[rows, hidden], in the weight's dtype."""
+    scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return (x * scale * weight[...].astype(jnp.float32)).astype(weight.dtype)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns component i of each head against component i + head_dim / 2. x: [tokens, heads, head_dim]; cos, sin: [tokens, 1, half]."""
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: ModelConfig, layer: int, weights: dict[str, np.ndarray]) -> None:
+        def stack(*names: str) -> nnx.Param[jax.Array] | None:
+            parts = [weights.get(f"layers.{layer}.{name}") for name in names]
+            found = [p for p in parts if p is not None]
+            return nnx.Param(jnp.asarray(np.concatenate(found))) if found else None
+
+        self.config = config
+        self.attn_norm = stack("attn_norm")
+        self.qkv = stack("q", "k", "v")
+        self.qkv_bias = stack("q_bias", "k_bias", "v_bias")
+        self.o = stack("o")
+        self.o_bias = stack("o_bias")
+        self.mlp_norm = stack("mlp_norm")
+        self.gate_up = stack("gate", "up")
+        self.gate_up_bias = stack("gate_bias", "up_bias")
+        self.down = stack("down")
+        self.down_bias = stack("down_bias")
+        self.attention = PagedAttention(
+            layer, sm_scale=config.head_dim**-0.5, sliding_window=config.sliding_windows[layer]
+        )
+
+    def __call__(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: PagedCache, batch: Batch
+    ) -> tuple[jax.Array, PagedCache]:
+        c, dtype = self.config, self.qkv.dtype
+        num_tokens = x.shape[0]
+        heads = linear(rms_norm(x, self.attn_norm, c.rms_norm_eps), self.qkv, self.qkv_bias)
+        heads = heads.reshape(num_tokens, -1, c.head_dim)
+        q, k, v = jnp.split(heads, [c.num_q_heads, c.num_q_heads + c.num_kv_heads], axis=1)
+        q, k = rotate(q, cos, sin).astype(dtype), rotate(k, cos, sin).astype(dtype)
+        out, cache = self.attention(q, k, v.astype(dtype), cache, batch)
+        x = x + linear(out.reshape(num_tokens, -1), self.o, self.o_bias)
+
+        hidden = linear(rms_norm(x, self.mlp_norm, c.rms_norm_eps), self.gate_up, self.gate_up_bias)
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        x = x + linear((jax.nn.silu(gate) * up).astype(dtype), self.down, self.down_bias)
+        return x, cache
+
+
+class Llama(nnx.Module):
+    """The whole decoder.
+
+    Args:
+      config: its sizes.
+      weights: by the names of `jax_paged.models.load`, all in one dtype, which the computation then has; norms, softmax and the
+        residual stream are float32.
+    """
+
+    def __init__(self, config: ModelConfig, weights: dict[str, np.ndarray]) -> None:
+        self.config = config
+        self.embed = nnx.Param(jnp.asarray(weights["embed"]))
+        self.blocks = nnx.List([Block(config, i, weights) for i in range(config.num_layers)])
+        self.norm = nnx.Param(jnp.asarray(weights["norm"]))
+        self.lm_head = None if config.tie_embeddings else nnx.Param(jnp.asarray(weights["lm_head"]))
+
+    def __call__(self, tokens: jax.Array, cache: PagedCache, batch: Batch) -> tuple[jax.Array, PagedCache]:
+        """Runs all layers.
+
+        Args:
+          tokens: i32[num_tokens].
+          cache, batch: see `jax_paged.nn.make_batch`.
+
+        Returns:
+          The normalised last hidden states, dtype[num_tokens, hidden_size], for `logits`, and the cache.
+        """
+        angles = batch.positions[:, None, None].astype(jnp.float32) * rope_frequencies(self.config)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        x = self.embed[...][tokens].astype(jnp.float32)
+        for block in self.blocks:
+            x, cache = block(x, cos, sin, cache, batch)
+        return rms_norm(x, self.norm, self.config.rms_norm_eps), cache
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """f32[rows, vocab_size] from rows of the hidden states."""
+        return linear(hidden, self.embed if self.lm_head is None else self.lm_head)
+
+
+def random_weights(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Weights of a model nobody trained, for tests and examples. Normal, scaled so that activations stay near 1."""
+    rng = np.random.default_rng(seed)
+    c = config
+
+    def matrix(num_out: int, num_in: int) -> np.ndarray:
+        return (rng.standard_normal((num_out, num_in)) / math.sqrt(num_in)).astype(jnp.dtype(dtype))
+
+    weights = {"embed": matrix(c.vocab_size, c.hidden_size) * 8, "norm": np.ones(c.hidden_size, jnp.dtype(dtype))}
+    if not c.tie_embeddings:
+        weights["lm_head"] = matrix(c.vocab_size, c.hidden_size)
+    for i in range(c.num_layers):
+        layer = {
+            "attn_norm": np.ones(c.hidden_size, jnp.dtype(dtype)),
+            "q": matrix(c.num_q_heads * c.head_dim, c.hidden_size),
+            "k": matrix(c.num_kv_heads * c.head_dim, c.hidden_size),
+            "v": matrix(c.num_kv_heads * c.head_dim, c.hidden_size),
+            "o": matrix(c.hidden_size, c.num_q_heads * c.head_dim),
+            "mlp_norm": np.ones(c.hidden_size, jnp.dtype(dtype)),
+            "gate": matrix(c.intermediate_size, c.hidden_size),
+            "up": matrix(c.intermediate_size, c.hidden_size),
+            "down": matrix(c.hidden_size, c.intermediate_size),
+        }
+        weights |= {f"layers.{i}.{name}": value for name, value in layer.items()}
+    return weights

@@ -1,0 +1,282 @@
+"""Paged attention in plain XLA operations: the path on CPU, and wherever no kernel is faster.
+
+Two parts in one program, so that one compilation serves every mix of lengths:
+
+* **decode**: all rows of one query token together, a loop over blocks of pages of all of them at once;
+* **prefill**: the other rows, cut into tiles of query tokens, one tile at a time, a loop over its KV blocks.
+
+Both loops run as often as the longest row in the batch needs, not as often as the shapes allow, and a part with
+nothing to do costs next to nothing. Both keep the running maximum `m`, denominator `l` and unnormalised output `acc` of
+online softmax (FlashAttention, arXiv 2205.14135, section 3.1) in float32.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .api import AttentionCall
+
+# KV tokens per loop step: fewer, larger operations win on CPU, until a short row pays for much it does not need.
+_DECODE_BLOCK_TOKENS = 128
+_PREFILL_BLOCK_TOKENS = 256
+_PREFILL_TILE_TOKENS = 64
+
+# Where the running maximum starts: finite, so that a row that has seen nothing yet needs no special case, and a
+# sum over it that is exactly 0.
+_LOWEST = -1e37
+
+
+class _Softmax(NamedTuple):
+    m: jax.Array  # f32[..., queries], the largest logit so far
+    l: jax.Array  # f32[..., queries], the sum of exp(logit - m)  # noqa: E741
+    acc: jax.Array  # f32[..., queries, head_dim], the sum of exp(logit - m) * v
+
+
+class _Options(NamedTuple):
+    sm_scale: float
+    causal: bool
+    sliding_window: int | None
+    soft_cap: float | None
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    sinks: jax.Array | None  # f32[num_q_heads]
+    dot_dtype: Any  # of the operands; results are always float32
+
+
+def supports(call: AttentionCall) -> str | None:
+    """Why this implementation cannot run `call`, or None if it can."""
+    if call.interpret:
+        return f"interpret={call.interpret!r}: there is no Pallas kernel in it to interpret"
+    return None
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float = 1.0,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    interpret: Any = False,
+    decode_only: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """As `api.ragged_paged_attention`; `decode_only` promises that no row has more than one query token."""
+    options = _Options(
+        sm_scale, causal, sliding_window, soft_cap, k_scale, v_scale, sinks, _dot_dtype(q.dtype, kv_pages.dtype)
+    )
+    is_row = jnp.arange(kv_lens.shape[0]) < num_seqs[0]
+    q_lens = jnp.where(is_row, cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    kv_lens = jnp.where(is_row, kv_lens, 0)
+
+    # Tokens of no row stay as they are here.
+    out = jnp.zeros(q.shape, q.dtype)
+    lse = jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+
+    one_token = q_lens == 1
+    tokens = jnp.where(one_token, cu_q_lens[:-1], q.shape[0])  # past the end: reads anything, writes nowhere
+    decoded = _decode(q.at[tokens].get(mode="clip"), kv_pages, jnp.where(one_token, kv_lens, 0), page_indices, options)
+    out = out.at[tokens].set(decoded[0].astype(out.dtype), mode="drop")
+    lse = lse.at[tokens].set(decoded[1], mode="drop")
+
+    if not decode_only:
+        q_lens = jnp.where(one_token, 0, q_lens)
+        out, lse = _prefill(out, lse, q, kv_pages, kv_lens, page_indices, cu_q_lens, q_lens, options)
+    return (out, lse) if return_lse else out
+
+
+def _decode(
+    q: jax.Array, kv_pages: jax.Array, kv_lens: jax.Array, page_indices: jax.Array, options: _Options
+) -> tuple[jax.Array, jax.Array]:
+    """One query token per row. q [rows, num_q_heads, head_dim]; returns the same in float32, and its LSE."""
+    _, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
+    num_rows, num_q_heads, _ = q.shape
+    num_kv_heads = num_kv_heads_twice // 2
+    pages_per_block = _pages_per_block(_DECODE_BLOCK_TOKENS, page_size, page_indices.shape[1])
+
+    # One contraction over (kv_head, head_dim) instead of a small one per KV head: each query is zero outside its own
+    # KV head. More arithmetic, but a single batched matrix product over rows of K as they lie in memory.
+    own_kv_head = jnp.arange(num_kv_heads) == jnp.arange(num_q_heads)[:, None] // (num_q_heads // num_kv_heads)
+    q_wide = jnp.where(own_kv_head[..., None], q.astype(options.dot_dtype)[:, :, None], 0)
+    q_wide = q_wide.reshape(num_rows, num_q_heads, num_kv_heads * head_dim)
+
+    first_pos = _window_start(kv_lens - 1, options)
+    first_page = first_pos // page_size
+    num_pages = jnp.maximum(-(-kv_lens // page_size) - first_page, 0)
+
+    def step(block: jax.Array, state: _Softmax) -> _Softmax:
+        page = first_page[:, None] + block * pages_per_block + jnp.arange(pages_per_block)
+        pos = (page[..., None] * page_size + jnp.arange(page_size)).reshape(num_rows, -1)
+        seen = (pos >= first_pos[:, None]) & (pos < kv_lens[:, None])
+        page_ids = jnp.take_along_axis(page_indices, page, axis=1, mode="clip")
+        kv = jnp.take(kv_pages, page_ids, axis=0, mode="clip")
+        kv = kv.reshape(num_rows, -1, num_kv_heads, 2, head_dim)
+        k, v = (kv[..., i, :].reshape(num_rows, -1, num_kv_heads * head_dim) for i in range(2))
+        logits = _dot("bhc,btc->bht", q_wide, k, options)
+        v = jnp.where(seen[..., None], v, jnp.zeros_like(v))
+        return _online_softmax(state, logits, seen[:, None], "bht,btc->bhc", v, options)
+
+    batch = (num_rows, num_q_heads)
+    state = _empty_softmax(batch, num_kv_heads * head_dim, options.sinks)
+    num_steps = -(-jnp.max(num_pages) // pages_per_block)
+    state = jax.lax.fori_loop(0, num_steps, step, state)
+    acc = state.acc.reshape(*batch, num_kv_heads, head_dim)
+    acc = jnp.sum(jnp.where(own_kv_head[..., None], acc, 0.0), axis=2)
+    return _normalised(state._replace(acc=acc), options)
+
+
+def _prefill(
+    out: jax.Array,
+    lse: jax.Array,
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    q_lens: jax.Array,
+    options: _Options,
+) -> tuple[jax.Array, jax.Array]:
+    """Fills in `out` and `lse` for the rows with `q_lens` > 0, a tile of query tokens of one row at a time."""
+    max_tokens = q.shape[0]
+    tile_tokens = min(_PREFILL_TILE_TOKENS, 1 << (max_tokens - 1).bit_length())
+    num_tiles = -(-q_lens // tile_tokens)  # of each row
+    tiles_end = jnp.cumsum(num_tiles)
+    # A tile may reach past its row's end, and past the end of the batch.
+    q, out = (jnp.pad(x, ((0, tile_tokens), (0, 0), (0, 0))) for x in (q, out))
+    lse = jnp.pad(lse, ((0, tile_tokens), (0, 0)))
+
+    def step(tile: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        row = jnp.sum(tiles_end <= tile)
+        offset = (tile - (tiles_end[row] - num_tiles[row])) * tile_tokens  # of the tile in its row
+        start = cu_q_lens[row] + offset
+        in_row = offset + jnp.arange(tile_tokens) < q_lens[row]
+        q_tile = jax.lax.dynamic_slice_in_dim(q, start, tile_tokens)
+        q_pos = kv_lens[row] - q_lens[row] + offset + jnp.arange(tile_tokens)
+        q_pos = jnp.minimum(q_pos, kv_lens[row] - 1)  # past the row's end: as its last token
+        tile_out, tile_lse = _prefill_tile(q_tile, q_pos, kv_pages, kv_lens[row], page_indices[row], options)
+        out, lse = results
+        return _update_rows(out, tile_out, start, in_row), _update_rows(lse, tile_lse, start, in_row)
+
+    out, lse = jax.lax.fori_loop(0, tiles_end[-1], step, (out, lse))
+    return out[:max_tokens], lse[:max_tokens]
+
+
+def _prefill_tile(
+    q: jax.Array, q_pos: jax.Array, kv_pages: jax.Array, kv_len: jax.Array, pages: jax.Array, options: _Options
+) -> tuple[jax.Array, jax.Array]:
+    """Query tokens of one row, at positions `q_pos` i32[tokens], ascending, over its pages."""
+    _, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
+    num_tokens, num_q_heads, _ = q.shape
+    num_kv_heads = num_kv_heads_twice // 2
+    group = num_q_heads // num_kv_heads
+    pages_per_block = _pages_per_block(_PREFILL_BLOCK_TOKENS, page_size, pages.shape[0])
+
+    # The queries that share a KV head side by side: [num_kv_heads, tokens * group, head_dim].
+    q = q.astype(options.dot_dtype).reshape(num_tokens, num_kv_heads, group, head_dim)
+    q = q.transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
+
+    end = jnp.minimum(kv_len, q_pos[-1] + 1) if options.causal else kv_len
+    first_page = _window_start(q_pos[0], options) // page_size
+    num_pages = jnp.maximum(-(-end // page_size) - first_page, 0)
+
+    def step(block: jax.Array, state: _Softmax) -> _Softmax:
+        page = first_page + block * pages_per_block + jnp.arange(pages_per_block)
+        pos = (page[:, None] * page_size + jnp.arange(page_size)).reshape(-1)
+        kv = jnp.take(kv_pages, jnp.take(pages, page, mode="clip"), axis=0, mode="clip")
+        kv = kv.reshape(-1, num_kv_heads, 2, head_dim)
+        k, v = kv[:, :, 0], kv[:, :, 1]
+        # What the last of the tokens does not see, or the first page before the window, may hold anything.
+        readable = (pos < end) & (pos >= _window_start(q_pos[0], options))
+        v = jnp.where(readable[:, None, None], v, jnp.zeros_like(v))
+        seen = jnp.repeat(_visible(q_pos[:, None], pos, options) & readable, group, axis=0)
+        logits = _dot("kqd,tkd->kqt", q, k, options)
+        return _online_softmax(state, logits, seen, "kqt,tkd->kqd", v, options)
+
+    sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, group), num_tokens)
+    state = _empty_softmax((num_kv_heads, num_tokens * group), head_dim, sinks)
+    state = jax.lax.fori_loop(0, -(-num_pages // pages_per_block), step, state)
+    out, lse = _normalised(state, options)
+    out = out.reshape(num_kv_heads, num_tokens, group, head_dim).transpose(1, 0, 2, 3)
+    lse = lse.reshape(num_kv_heads, num_tokens, group).transpose(1, 0, 2)
+    return out.reshape(num_tokens, num_q_heads, head_dim), lse.reshape(num_tokens, num_q_heads)
+
+
+def _empty_softmax(queries: tuple[int, ...], width: int, sinks: jax.Array | None) -> _Softmax:
+    m = jnp.full(queries, _LOWEST, jnp.float32)
+    l = jnp.zeros(queries, jnp.float32)  # noqa: E741
+    if sinks is not None:
+        # A sink is a logit seen before all others, whose value is zero.
+        m = jnp.maximum(m, sinks)
+        l = jnp.exp(sinks - m)  # noqa: E741
+    return _Softmax(m, l, jnp.zeros((*queries, width), jnp.float32))
+
+
+def _online_softmax(
+    state: _Softmax, logits: jax.Array, seen: jax.Array, pv: str, v: jax.Array, options: _Options
+) -> _Softmax:
+    """Takes one more block of keys into the state. `v` must hold no NaN, seen or not; `logits` may where unseen."""
+    scale = options.sm_scale if options.k_scale is None else options.sm_scale * options.k_scale
+    logits = logits * scale
+    if options.soft_cap is not None:
+        logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+    logits = jnp.where(seen, logits, -jnp.inf)
+    m = jnp.maximum(state.m, jnp.max(logits, axis=-1))
+    weights = jnp.exp(logits - m[..., None])
+    decay = jnp.exp(state.m - m)
+    acc = decay[..., None] * state.acc + _dot(pv, weights.astype(options.dot_dtype), v, options)
+    return _Softmax(m, decay * state.l + jnp.sum(weights, axis=-1), acc)
+
+
+def _normalised(state: _Softmax, options: _Options) -> tuple[jax.Array, jax.Array]:
+    """The softmax's output and its LSE: 0 and -inf where nothing was seen."""
+    empty = state.l == 0
+    l = jnp.where(empty, 1.0, state.l)  # noqa: E741
+    scale = 1.0 / l if options.v_scale is None else options.v_scale / l
+    return state.acc * scale[..., None], jnp.where(empty, -jnp.inf, state.m + jnp.log(l))
+
+
+def _dot(spec: str, x: jax.Array, y: jax.Array, options: _Options) -> jax.Array:
+    # Float32 operands mean that float32 is wanted, where TPUs and GPUs would round them first.
+    precision = jax.lax.Precision.HIGHEST if options.dot_dtype == jnp.float32 else None
+    y = y.astype(options.dot_dtype)
+    return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _dot_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
+    """The narrowest dtype that holds both exactly; one byte per value fits into any float q has."""
+    return q_dtype if kv_dtype.itemsize == 1 else jnp.promote_types(q_dtype, kv_dtype)
+
+
+def _visible(q_pos: jax.Array, kv_pos: jax.Array, options: _Options) -> jax.Array:
+    if not options.causal:
+        return jnp.full(jnp.broadcast_shapes(q_pos.shape, kv_pos.shape), True)
+    return (kv_pos <= q_pos) & (kv_pos >= _window_start(q_pos, options))
+
+
+def _window_start(q_pos: jax.Array, options: _Options) -> jax.Array:
+    """The first position that a token at q_pos sees."""
+    if options.sliding_window is None:
+        return jnp.zeros_like(q_pos)
+    return jnp.maximum(q_pos + 1 - options.sliding_window, 0)
+
+
+def _pages_per_block(block_tokens: int, page_size: int, pages_per_seq: int) -> int:
+    return min(max(1, math.ceil(block_tokens / page_size)), pages_per_seq)
+
+
+def _update_rows(x: jax.Array, update: jax.Array, start: jax.Array, mask: jax.Array) -> jax.Array:
+    """Writes those rows of `update` where `mask` holds to x[start:]."""
+    old = jax.lax.dynamic_slice_in_dim(x, start, update.shape[0])
+    mask = mask.reshape(-1, *([1] * (x.ndim - 1)))
+    new = jnp.where(mask, update.astype(x.dtype), old)
+    return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis=0)
