@@ -331,16 +331,16 @@ def _explain(cache: PagedCache, op: Callable[..., PagedCache], *args: Any) -> st
         num_new = np.zeros(cache.max_seqs, np.int32)
         num_new[int(args[0])] = int(args[1])
     grow = _plan_growth(cache, jnp.asarray(num_new))
-    longest = int(jnp.max(grow.new_lens))
-    limit = cache.max_pages_per_seq * cache.page_size
-    if longest > limit:
+    needed, num_free = int(jnp.sum(grow.num_pages)), int(cache.num_free)
+    if needed > num_free:
         return (
-            f"OOM: a sequence of {longest} tokens does not fit its block-table row of {cache.max_pages_per_seq} pages "
-            f"of {cache.page_size} ({limit} tokens); raise CacheSpec.max_pages_per_seq"
+            f"OOM: {needed} pages needed for {int(num_new.sum())} more tokens, {num_free} of {cache.num_pages} free; free or "
+            "release pages, or raise CacheSpec.num_pages"
         )
+    limit = cache.max_pages_per_seq * cache.page_size
     return (
-        f"OOM: {int(jnp.sum(grow.num_pages))} pages needed for {int(num_new.sum())} more tokens, {int(cache.num_free)} of "
-        f"{cache.num_pages} free; free or release pages, or raise CacheSpec.num_pages"
+        f"OOM: a sequence of {int(jnp.max(grow.new_lens))} tokens does not fit its block-table row of "
+        f"{cache.max_pages_per_seq} pages of {cache.page_size} ({limit} tokens); raise CacheSpec.max_pages_per_seq"
     )
 
 

@@ -126,18 +126,12 @@ class LLM:
         self._buckets = _buckets(max_batch_tokens, self.spec)
         # Enough for the pages of one long sequence and of a full batch; more than that goes in several calls.
         self._capacity = self.spec.max_pages_per_seq + max_batch_tokens + max_seqs
-        self._compilations = 0
-        self._run = jax.jit(self._traced_step, static_argnames="bucket", donate_argnames="cache")
-        self._apply = jax.jit(apply_commands, donate_argnames="cache")
+        self._num_compilations = 0
         self._debug_checks, self._seed, self._clock = debug_checks, seed, clock
         self._requests: dict[int, Request] = {}
         self._texts: dict[Sequence, _Text] = {}
         self._next_id = 0
         self._undelivered: dict[int, RequestOutput] = {}
-
-    def _traced_step(self, state: Any, cache: pages.PagedCache, inputs: StepInputs, bucket: Bucket) -> Any:
-        self._compilations += 1  # runs only when traced
-        return run_step(self._graphdef, state, cache, inputs, bucket)
 
     # --- One call for everything ---
 
@@ -284,7 +278,7 @@ class LLM:
             "tree_pages": tree,
             "private_pages": self.spec.num_pages - free - tree,
             **self._scheduler.counts,
-            "compilations": self._compilations,
+            "compilations": self._num_compilations,
         }
 
     @property
@@ -409,14 +403,16 @@ class LLM:
         for commands in early:
             self._flush(commands)
         inputs = pack_inputs(plan, self._pack(last), bucket, self.spec.max_seqs)
-        self._cache, packed = self._run(self._state, self._cache, inputs, bucket=bucket)
+        compiled_before = run_step._cache_size()
+        self._cache, packed = run_step(self._graphdef, self._state, self._cache, inputs, bucket)
+        self._num_compilations += run_step._cache_size() - compiled_before
         result = StepResult.unpack(np.asarray(packed), bucket)
         assert not result.oom, "a planned step ran out of pages"
         return result
 
     def _flush(self, commands: Commands) -> None:
         for piece in commands.split(self._capacity) if commands else ():
-            self._cache = self._apply(self._cache, self._pack(piece))
+            self._cache = apply_commands(self._cache, self._pack(piece))
 
     def _pack(self, commands: Commands) -> PageCommands:
         return pack_commands(commands, self._capacity, self.spec.num_pages, self.spec.max_seqs)

@@ -13,7 +13,7 @@ from flax import nnx, struct
 from jax_paged.cache import PagedCache, slot_mapping
 from jax_paged.kernels import api as kernels
 
-__all__ = ["Batch", "PagedAttention", "make_batch"]
+__all__ = ["Batch", "PagedAttention", "attend", "make_batch"]
 
 
 @struct.dataclass
@@ -71,6 +71,45 @@ def make_batch(
     )
 
 
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    batch: Batch,
+    *,
+    sm_scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes a layer's new keys and values to its pages, then attends to all of each sequence.
+
+    Args:
+      q: dtype[num_tokens, num_q_heads, head_dim], positions already encoded.
+      k, v: dtype[num_tokens, num_kv_heads, head_dim].
+      pages: the layer's part of the pool, `cache.kv_pages[layer]`.
+      batch: see `make_batch`.
+      sm_scale, sliding_window, soft_cap, sinks, implementation: as in `jax_paged.kernels.ragged_paged_attention`.
+
+    Returns:
+      The attention's output, dtype[num_tokens, num_q_heads, head_dim], zero for padding, and the pages.
+    """
+    pages = kernels.write_kv(pages, k, v, batch.slot_mapping)
+    options: dict[str, Any] = {
+        "sm_scale": sm_scale,
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "implementation": implementation,
+    }
+    if batch.one_token_rows:
+        return kernels.paged_attention(q, pages, batch.page_indices, batch.kv_lens, **options), pages
+    rows = (batch.kv_lens, batch.page_indices, batch.cu_q_lens, batch.num_seqs)
+    return kernels.ragged_paged_attention(q, pages, *rows, **options), pages
+
+
 class PagedAttention(nnx.Module):
     """Attention over the paged cache, for one layer. It has no weights; project queries, keys and values yourself.
 
@@ -90,14 +129,10 @@ class PagedAttention(nnx.Module):
         implementation: str | None = None,
     ) -> None:
         self.layer = layer
-        self.options: dict[str, Any] = nnx.static(
-            {
-                "sm_scale": sm_scale,
-                "sliding_window": sliding_window,
-                "soft_cap": soft_cap,
-                "implementation": implementation,
-            }
-        )
+        self.sm_scale = sm_scale
+        self.sliding_window = sliding_window
+        self.soft_cap = soft_cap
+        self.implementation = implementation
 
     def __call__(
         self,
@@ -108,24 +143,18 @@ class PagedAttention(nnx.Module):
         batch: Batch,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, PagedCache]:
-        """Writes k and v, then attends.
-
-        Args:
-          q: dtype[num_tokens, num_q_heads, head_dim], positions already encoded.
-          k, v: dtype[num_tokens, num_kv_heads, head_dim].
-          cache, batch: as the model got them.
-          sinks: f32[num_q_heads] or None.
-
-        Returns:
-          The attention's output, dtype[num_tokens, num_q_heads, head_dim], zero for padding, and the cache.
-        """
-        pages = kernels.write_kv(cache.kv_pages[self.layer], k, v, batch.slot_mapping)
-        options = {"sinks": sinks, **self.options}
-        if batch.one_token_rows:
-            out = kernels.paged_attention(q, pages, batch.page_indices, batch.kv_lens, **options)
-        else:
-            out = kernels.ragged_paged_attention(
-                q, pages, batch.kv_lens, batch.page_indices, batch.cu_q_lens, batch.num_seqs, **options
-            )
+        """As `attend`, on this layer's pages of the cache, which is returned with them changed."""
+        out, pages = attend(
+            q,
+            k,
+            v,
+            cache.kv_pages[self.layer],
+            batch,
+            sm_scale=self.sm_scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=sinks,
+            implementation=self.implementation,
+        )
         kv_pages = (*cache.kv_pages[: self.layer], pages, *cache.kv_pages[self.layer + 1 :])
         return out, cache.replace(kv_pages=kv_pages)

@@ -75,7 +75,7 @@ class StepResult(NamedTuple):
         )
 
 
-def apply_commands(cache: PagedCache, commands: PageCommands) -> PagedCache:
+def _apply_commands(cache: PagedCache, commands: PageCommands) -> PagedCache:
     """Does to the pages what the host wants done. The pool itself is not touched."""
 
     def apply(books: PagedCache) -> PagedCache:
@@ -90,7 +90,7 @@ def apply_commands(cache: PagedCache, commands: PageCommands) -> PagedCache:
     return books.replace(kv_pages=cache.kv_pages)
 
 
-def run_step(
+def _run_step(
     graphdef: Any, state: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket
 ) -> tuple[PagedCache, jax.Array]:
     """The step.
@@ -105,7 +105,7 @@ def run_step(
       The cache, and a `StepResult` packed into i32[2 * num_rows + max_new_pages + 2], so that one transfer brings all of it.
     """
     model = nnx.merge(graphdef, state)
-    cache = apply_commands(cache, inputs.commands)
+    cache = _apply_commands(cache, inputs.commands)
     num_new = jnp.zeros_like(cache.seq_lens).at[inputs.slots].add(inputs.q_lens, mode="drop")
     cache, taken = pages.extend(cache, num_new, bucket.max_new_pages)
     batch = make_batch(
@@ -123,6 +123,11 @@ def run_step(
     flags = jnp.stack([cache.num_free, cache.oom.astype(jnp.int32)])
     packed = jnp.concatenate([tokens, jax.lax.bitcast_convert_type(logprobs, jnp.int32), taken, flags])
     return cache, packed
+
+
+# Engines of the same model and sizes share their programs.
+run_step = jax.jit(_run_step, static_argnames=("graphdef", "bucket"), donate_argnames="cache")
+apply_commands = jax.jit(_apply_commands, donate_argnames="cache")
 
 
 def _padded(values: Any, size: int, fill: int | float, dtype: Any = np.int32) -> np.ndarray:

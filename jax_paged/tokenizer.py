@@ -65,6 +65,8 @@ class Tokenizer:
 
     Attributes:
       vocab_size: token ids are below this.
+      base_vocab_size: the same without tokens added to the vocabulary later, such as a "<pad>" for training, which the
+        model may have no embedding for.
       bos_token_id: put in front of a text by `encode` if `adds_bos`; None if the vocabulary has none.
       eos_token_ids: a model says that it is done with any of these.
       chat_template: Jinja source, or None.
@@ -83,6 +85,7 @@ class Tokenizer:
         if adds_bos and bos_token_id is None:
             raise ModelError("the tokenizer asks for a BOS token in front of every text but names none; name it there")
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.base_vocab_size: int = backend.get_vocab_size(with_added_tokens=False)
         self.bos_token_id = bos_token_id
         self.adds_bos = adds_bos
         self.eos_token_ids = eos_token_ids

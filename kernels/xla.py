@@ -104,11 +104,14 @@ def _decode(
     num_kv_heads = num_kv_heads_twice // 2
     pages_per_block = _pages_per_block(_DECODE_BLOCK_TOKENS, page_size, page_indices.shape[1])
 
-    # One contraction over (kv_head, head_dim) instead of a small one per KV head: each query is zero outside its own
-    # KV head. More arithmetic, but a single batched matrix product over rows of K as they lie in memory.
-    own_kv_head = jnp.arange(num_kv_heads) == jnp.arange(num_q_heads)[:, None] // (num_q_heads // num_kv_heads)
-    q_wide = jnp.where(own_kv_head[..., None], q.astype(options.dot_dtype)[:, :, None], 0)
-    q_wide = q_wide.reshape(num_rows, num_q_heads, num_kv_heads * head_dim)
+    # One contraction over (head, head_dim) of a whole row of the pool, K and V heads alike, instead of a small one
+    # per KV head: each query is zero outside its own K head. Several times the arithmetic, but a single batched
+    # matrix product over memory as it lies, which is what this platform does best.
+    head = jnp.arange(num_kv_heads_twice)
+    own_k = 2 * (jnp.arange(num_q_heads)[:, None] // (num_q_heads // num_kv_heads))
+    q_wide = jnp.where((head == own_k)[..., None], q.astype(options.dot_dtype)[:, :, None], 0)
+    q_wide = q_wide.reshape(num_rows, num_q_heads, -1)
+    pool = kv_pages.reshape(*kv_pages.shape[:2], -1)
 
     first_pos = _window_start(kv_lens - 1, options)
     first_page = first_pos // page_size
@@ -119,19 +122,15 @@ def _decode(
         pos = (page[..., None] * page_size + jnp.arange(page_size)).reshape(num_rows, -1)
         seen = (pos >= first_pos[:, None]) & (pos < kv_lens[:, None])
         page_ids = jnp.take_along_axis(page_indices, page, axis=1, mode="clip")
-        kv = jnp.take(kv_pages, page_ids, axis=0, mode="clip")
-        kv = kv.reshape(num_rows, -1, num_kv_heads, 2, head_dim)
-        k, v = (kv[..., i, :].reshape(num_rows, -1, num_kv_heads * head_dim) for i in range(2))
-        logits = _dot("bhc,btc->bht", q_wide, k, options)
-        v = jnp.where(seen[..., None], v, jnp.zeros_like(v))
-        return _online_softmax(state, logits, seen[:, None], "bht,btc->bhc", v, options)
+        kv = jnp.take(pool, page_ids, axis=0, mode="clip").reshape(num_rows, pos.shape[1], -1)
+        kv = _masked(kv, seen[..., None], options)
+        logits = _dot("bhc,btc->bht", q_wide, kv, options)
+        return _online_softmax(state, logits, seen[:, None], "bht,btc->bhc", kv, options)
 
-    batch = (num_rows, num_q_heads)
-    state = _empty_softmax(batch, num_kv_heads * head_dim, options.sinks)
-    num_steps = -(-jnp.max(num_pages) // pages_per_block)
-    state = jax.lax.fori_loop(0, num_steps, step, state)
-    acc = state.acc.reshape(*batch, num_kv_heads, head_dim)
-    acc = jnp.sum(jnp.where(own_kv_head[..., None], acc, 0.0), axis=2)
+    state = _empty_softmax((num_rows, num_q_heads), num_kv_heads_twice * head_dim, options.sinks)
+    state = jax.lax.fori_loop(0, -(-jnp.max(num_pages) // pages_per_block), step, state)
+    acc = state.acc.reshape(num_rows, num_q_heads, num_kv_heads_twice, head_dim)
+    acc = jnp.sum(jnp.where((head == own_k + 1)[..., None], acc, 0.0), axis=2)
     return _normalised(state._replace(acc=acc), options)
 
 
@@ -186,18 +185,18 @@ def _prefill_tile(
     q = q.transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
 
     end = jnp.minimum(kv_len, q_pos[-1] + 1) if options.causal else kv_len
-    first_page = _window_start(q_pos[0], options) // page_size
+    first_pos = _window_start(q_pos[0], options)
+    first_page = first_pos // page_size
     num_pages = jnp.maximum(-(-end // page_size) - first_page, 0)
 
     def step(block: jax.Array, state: _Softmax) -> _Softmax:
         page = first_page + block * pages_per_block + jnp.arange(pages_per_block)
         pos = (page[:, None] * page_size + jnp.arange(page_size)).reshape(-1)
         kv = jnp.take(kv_pages, jnp.take(pages, page, mode="clip"), axis=0, mode="clip")
-        kv = kv.reshape(-1, num_kv_heads, 2, head_dim)
+        # What no token of the tile sees may hold anything.
+        readable = (pos >= first_pos) & (pos < end)
+        kv = _masked(kv.reshape(-1, num_kv_heads, 2, head_dim), readable[:, None, None, None], options)
         k, v = kv[:, :, 0], kv[:, :, 1]
-        # What the last of the tokens does not see, or the first page before the window, may hold anything.
-        readable = (pos < end) & (pos >= _window_start(q_pos[0], options))
-        v = jnp.where(readable[:, None, None], v, jnp.zeros_like(v))
         seen = jnp.repeat(_visible(q_pos[:, None], pos, options) & readable, group, axis=0)
         logits = _dot("kqd,tkd->kqt", q, k, options)
         return _online_softmax(state, logits, seen, "kqt,tkd->kqd", v, options)
@@ -224,7 +223,7 @@ def _empty_softmax(queries: tuple[int, ...], width: int, sinks: jax.Array | None
 def _online_softmax(
     state: _Softmax, logits: jax.Array, seen: jax.Array, pv: str, v: jax.Array, options: _Options
 ) -> _Softmax:
-    """Takes one more block of keys into the state. `v` must hold no NaN, seen or not; `logits` may where unseen."""
+    """Takes one more block of keys into the state. `v` holds no NaN, seen or not: 0 * NaN is NaN."""
     scale = options.sm_scale if options.k_scale is None else options.sm_scale * options.k_scale
     logits = logits * scale
     if options.soft_cap is not None:
@@ -245,10 +244,16 @@ def _normalised(state: _Softmax, options: _Options) -> tuple[jax.Array, jax.Arra
     return state.acc * scale[..., None], jnp.where(empty, -jnp.inf, state.m + jnp.log(l))
 
 
+def _masked(kv: jax.Array, readable: jax.Array, options: _Options) -> jax.Array:
+    """Gathered keys and values, ready for the products, with 0 where nothing may be read."""
+    kv = jnp.where(readable, kv.astype(options.dot_dtype), 0)
+    # Gathered and masked once, not once more inside each of the two products.
+    return jax.lax.optimization_barrier(kv)
+
+
 def _dot(spec: str, x: jax.Array, y: jax.Array, options: _Options) -> jax.Array:
     # Float32 operands mean that float32 is wanted, where TPUs and GPUs would round them first.
     precision = jax.lax.Precision.HIGHEST if options.dot_dtype == jnp.float32 else None
-    y = y.astype(options.dot_dtype)
     return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 
 

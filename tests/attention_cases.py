@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_paged import kernels
 
@@ -173,7 +174,7 @@ def tolerance(dtype: Any) -> float:
     return {"float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}[jnp.dtype(dtype).name]
 
 
-def assert_matches_reference(out: jax.Array, ref: jax.Array, dtype: Any) -> None:
+def assert_matches_reference(out: ArrayLike, ref: ArrayLike, dtype: Any) -> None:
     """Checks the norm of the error against that of the reference, and that its zeros and -inf are met exactly."""
     got, want = (np.asarray(x, np.float64) for x in (out, ref))
     assert got.shape == want.shape

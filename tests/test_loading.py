@@ -48,9 +48,23 @@ HF_NAMES = {
 
 
 def small_config(**changes) -> ModelConfig:
-    sizes = dict(vocab_size=24, hidden_size=32, intermediate_size=64, num_layers=2, num_q_heads=4, num_kv_heads=2)
-    rest = dict(family="llama", head_dim=8, max_model_len=128, rope_theta=10000.0, rms_norm_eps=1e-5, bos_token_id=1)
-    defaults = sizes | rest | dict(tie_embeddings=True, sliding_windows=(None, None), eos_token_ids=(2,))
+    defaults = {
+        "family": "llama",
+        "vocab_size": 24,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_q_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_model_len": 128,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_embeddings": True,
+        "sliding_windows": (None, None),
+        "bos_token_id": 1,
+        "eos_token_ids": (2,),
+    }
     return ModelConfig(**(defaults | changes))
 
 
@@ -192,8 +206,8 @@ def forward(config: ModelConfig, weights, ids: list[int]) -> np.ndarray:
     """A dense decoder in numpy, written apart from the library: f32[len(ids), vocab_size] logits."""
     n = len(ids)
     angles = np.arange(n)[:, None] * config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    mask = np.where(np.tril(np.ones((n, n))), 0.0, -np.inf)
+    cos, sin = (turn(angles)[:, None].astype(np.float32) for turn in (np.cos, np.sin))
+    mask = np.where(np.tril(np.ones((n, n))), 0.0, -np.inf).astype(np.float32)
 
     def heads(x):
         return x.reshape(n, -1, config.head_dim)
@@ -208,7 +222,7 @@ def forward(config: ModelConfig, weights, ids: list[int]) -> np.ndarray:
         h = rms_norm(x, w["attn_norm"], config.rms_norm_eps)
         q, k, v = rotate(heads(h @ w["q"].T)), rotate(heads(h @ w["k"].T)), heads(h @ w["v"].T)
         k, v = (np.repeat(part, config.num_q_heads // config.num_kv_heads, 1) for part in (k, v))
-        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(config.head_dim) + mask
+        scores = np.einsum("qhd,khd->hqk", q, k) * config.head_dim**-0.5 + mask
         probs = np.exp(scores - scores.max(-1, keepdims=True))
         probs /= probs.sum(-1, keepdims=True)
         x = x + np.einsum("hqk,khd->qhd", probs, v).reshape(n, -1) @ w["o"].T
@@ -274,12 +288,12 @@ def test_a_gguf_file_gives_back_the_config_and_weights_written(tmp_path, changes
     assert model.tokenizer.encode("abc") == [23, 5]
 
 
-DECODABLE = [
-    Kind[name] for name in "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS TQ1_0".split()
-]
+FLOATS = [Kind.F32, Kind.F16, Kind.BF16]
+BLOCKS_OF_32 = [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.IQ4_NL]
+BLOCKS_OF_256 = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS, Kind.TQ1_0]
 
 
-@pytest.mark.parametrize("kind", DECODABLE, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", FLOATS + BLOCKS_OF_32 + BLOCKS_OF_256, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_quantisation_decodes_as_the_gguf_package_decodes_the_whole_tensor(tmp_path, monkeypatch, kind, dtype):
     monkeypatch.setattr("jax_paged.models.gguf_file._PIECE", 1 << 11)  # so that a tensor is several pieces
@@ -394,46 +408,50 @@ def set_key(key, value):
     return edit
 
 
+def set_tokens(writer, tokens):
+    set_key("tokenizer.ggml.tokens", tokens)(writer)
+    set_key("tokenizer.ggml.token_type", [1] * len(tokens))(writer)
+    set_key("tokenizer.ggml.merges", [])(writer)
+
+
 def remove_key(key):
     return lambda writer: writer.kv_data[0].pop(key)
 
 
 BROKEN_GGUF = {
-    "another architecture": (dict(edit=set_key("general.architecture", "qwen2")), "'qwen2' is not supported.*'llama'"),
-    "no block count": (dict(edit=remove_key("llama.block_count")), r"llama\.block_count=None"),
-    "no epsilon": (dict(edit=remove_key("llama.attention.layer_norm_rms_epsilon")), "layer_norm_rms_epsilon=None"),
-    "too many layers": (dict(edit=set_key("llama.block_count", 3)), "block_count=3"),
-    "zero layers": (dict(edit=set_key("llama.block_count", 0)), "block_count=0"),
-    "zero heads": (dict(edit=set_key("llama.attention.head_count", 0)), "num_q_heads=0"),
-    "heads no multiple": (dict(edit=set_key("llama.attention.head_count_kv", 3)), "num_kv_heads=3"),
+    "another architecture": ({"edit": set_key("general.architecture", "qwen2")}, "'qwen2' is not supported.*'llama'"),
+    "no block count": ({"edit": remove_key("llama.block_count")}, r"llama\.block_count=None"),
+    "no epsilon": ({"edit": remove_key("llama.attention.layer_norm_rms_epsilon")}, "layer_norm_rms_epsilon=None"),
+    "too many layers": ({"edit": set_key("llama.block_count", 3)}, "block_count=3"),
+    "zero layers": ({"edit": set_key("llama.block_count", 0)}, "block_count=0"),
+    "zero heads": ({"edit": set_key("llama.attention.head_count", 0)}, "num_q_heads=0"),
+    "heads no multiple": ({"edit": set_key("llama.attention.head_count_kv", 3)}, "num_kv_heads=3"),
     "odd head_dim": (
-        dict(
-            edit=lambda w: (set_key("llama.attention.key_length", 7)(w), set_key("llama.attention.value_length", 7)(w))
-        ),
+        {"edit": lambda w: [set_key(f"llama.attention.{kind}_length", 7)(w) for kind in ("key", "value")]},
         "head_dim=7",
     ),
-    "unequal head_dim": (dict(edit=set_key("llama.attention.value_length", 4)), "value_length=4"),
-    "partial rotation": (dict(edit=lambda w: w.add_rope_dimension_count(4)), "rope.dimension_count=4"),
-    "experts": (dict(edit=lambda w: w.add_expert_count(8)), "expert_count=8"),
-    "yarn": (dict(edit=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)), "'yarn' is not supported"),
-    "bos outside": (dict(edit=set_key("tokenizer.ggml.bos_token_id", 99)), "id 99 is outside the vocabulary of 24"),
-    "wrong hidden size": (dict(edit=set_key("llama.embedding_length", 64)), r"shape \(24, 32\).*\(24, 64\)"),
-    "tensor missing": (dict(skip=("blk.1.ffn_up.weight",)), r"'blk\.1\.ffn_up\.weight' is missing"),
+    "unequal head_dim": ({"edit": set_key("llama.attention.value_length", 4)}, "value_length=4"),
+    "partial rotation": ({"edit": lambda w: w.add_rope_dimension_count(4)}, "rope.dimension_count=4"),
+    "experts": ({"edit": lambda w: w.add_expert_count(8)}, "expert_count=8"),
+    "yarn": ({"edit": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)}, "'yarn' is not supported"),
+    "bos outside": ({"edit": set_key("tokenizer.ggml.bos_token_id", 99)}, "id 99 is outside the vocabulary of 24"),
+    "wrong hidden size": ({"edit": set_key("llama.embedding_length", 64)}, r"shape \(24, 32\).*\(24, 64\)"),
+    "tensor missing": ({"skip": ("blk.1.ffn_up.weight",)}, r"'blk\.1\.ffn_up\.weight' is missing"),
     "embedding missing": (
-        dict(skip=("token_embd.weight",), edit=lambda w: w.add_vocab_size(24)),
+        {"skip": ("token_embd.weight",), "edit": lambda w: w.add_vocab_size(24)},
         "'token_embd.weight'",
     ),
     "tensor too many": (
-        dict(extra=[("blk.0.attn_q_norm.weight", np.ones(8, np.float32))]),
+        {"extra": [("blk.0.attn_q_norm.weight", np.ones(8, np.float32))]},
         "'blk.0.attn_q_norm.weight'",
     ),
     "integers": (
-        dict(skip=("blk.1.ffn_up.weight",), extra=[("blk.1.ffn_up.weight", np.ones((64, 32), np.int8))]),
+        {"skip": ("blk.1.ffn_up.weight",), "extra": [("blk.1.ffn_up.weight", np.ones((64, 32), np.int8))]},
         "type I8",
     ),
     "vocabulary too large": (
-        dict(edit=set_key("tokenizer.ggml.tokens", [*map(chr, range(65, 90))])),
-        "token_type has 24",
+        {"edit": lambda w: set_tokens(w, [*map(chr, range(65, 90))])},
+        "knows 25 tokens, the embedding 24",
     ),
 }
 
@@ -447,23 +465,21 @@ def test_a_gguf_file_that_cannot_be_used_is_refused_by_name(tmp_path, how, messa
 
 
 @pytest.fixture(scope="module")
-def small_file(tmp_path_factory) -> bytes:
+def small_file(tmp_path_factory) -> Path:
     config = small_config(num_layers=1, sliding_windows=(None,))
-    return write_gguf(
-        tmp_path_factory.mktemp("gguf") / "a.gguf", config, random_weights(config), Kind.Q8_0
-    ).read_bytes()
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "a.gguf", config, random_weights(config), Kind.Q8_0)
 
 
 def test_a_gguf_file_cut_anywhere_is_refused(small_file, tmp_path):
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(small_file)
+    path, whole = tmp_path / "cut.gguf", small_file.read_bytes()
+    path.write_bytes(whole)
     end = max(t.offset + t.num_bytes for t in GgufFile(path).tensors.values())  # the rest is padding
     header = min(t.offset for t in GgufFile(path).tensors.values())
     for size in [*range(header + 2), *range(header, end, 61), end - 1]:
-        path.write_bytes(small_file[:size])
-        with pytest.raises(ModelError, match="cut short|empty|download it again"):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match=r"cut short|is empty|not a GGUF file"):
             load(str(path))
-    path.write_bytes(small_file[:end])
+    path.write_bytes(whole[:end])
     load(str(path))
 
 
@@ -473,8 +489,8 @@ def test_a_gguf_file_cut_anywhere_is_refused(small_file, tmp_path):
 @example(where=16, value=b"\xff" * 8)  # number of keys
 @example(where=24, value=b"\xff" * 8)  # length of the first key
 def test_a_damaged_gguf_header_loads_or_is_refused(small_file, tmp_path, where, value):
-    path = tmp_path / "damaged.gguf"
-    path.write_bytes(small_file[:where] + value + small_file[where + len(value) :])
+    path, whole = tmp_path / "damaged.gguf", small_file.read_bytes()
+    path.write_bytes(whole[:where] + value + whole[where + len(value) :])
     try:
         model = load(str(path), "float32")
     except ModelError:
@@ -536,9 +552,8 @@ def test_a_directorys_weights_are_rounded_once_to_the_dtype_asked_for(tmp_path, 
 
 def test_transformers_defaults_fill_what_config_json_leaves_out(tmp_path):
     config = small_config(num_kv_heads=4, tie_embeddings=False, rms_norm_eps=1e-6, max_model_len=2048)
-    left_out = (
-        "head_dim num_key_value_heads max_position_embeddings rope_theta rms_norm_eps tie_word_embeddings".split()
-    )
+    shape = ("head_dim", "num_key_value_heads", "max_position_embeddings")
+    left_out = (*shape, "rope_theta", "rms_norm_eps", "tie_word_embeddings")
     path = write_directory(tmp_path / "a", config, random_weights(config), **dict.fromkeys(left_out))
     assert load(str(path)).config == config
 
@@ -590,6 +605,54 @@ def test_ends_of_text_come_from_both_files(tmp_path):
     assert load(str(path)).config.eos_token_ids == (7, 2, 5)
 
 
+def write_tokenizer(path: Path, config: ModelConfig, extra=(), **tokenizer_config) -> None:
+    source = write_gguf(path / "vocabulary.gguf", config, random_weights(config))
+    backend = load(str(source)).tokenizer._backend
+    backend.add_tokens(list(extra))
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"} | tokenizer_config))
+
+
+def test_a_directorys_tokenizer_comes_with_its_ends_of_text_and_its_template(tmp_path):
+    config = small_config()
+    path = write_directory(tmp_path / "a", config, random_weights(config), eos_token_id=[2, 5])
+    write_tokenizer(path, config, chat_template="{{ bos_token }} from the settings")
+    tokenizer = load(str(path)).tokenizer
+    assert tokenizer.encode("abc") == [23, 5]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2, 5))
+    assert tokenizer.apply_chat_template([]) == "<s> from the settings"
+
+
+@pytest.mark.parametrize(
+    ("template", "file", "rendered"),
+    [
+        ([{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}], None, "yes"),
+        ("no", "yes", "yes"),
+        (None, "yes", "yes"),
+    ],
+    ids=["by name", "file first", "file alone"],
+)
+def test_a_directorys_chat_template_is_found_where_it_may_be(tmp_path, template, file, rendered):
+    config = small_config()
+    path = write_directory(tmp_path / "a", config, random_weights(config))
+    write_tokenizer(path, config, chat_template=template)
+    if file is not None:
+        (path / "chat_template.jinja").write_text(file)
+    assert load(str(path)).tokenizer.apply_chat_template([]) == rendered
+
+
+def test_a_token_added_for_training_may_lie_outside_the_embedding_but_a_vocabulary_may_not(tmp_path):
+    config = small_config()
+    path = write_directory(tmp_path / "a", config, random_weights(config))
+    write_tokenizer(path, config, extra=["<pad>"])
+    tokenizer = load(str(path)).tokenizer
+    assert (tokenizer.base_vocab_size, tokenizer.vocab_size) == (24, 25)
+    smaller = small_config(vocab_size=23)
+    write_directory(path, smaller, random_weights(smaller))
+    with pytest.raises(ModelError, match="knows 24 tokens, the model 23"):
+        load(str(path))
+
+
 BROKEN_CONFIG = {
     "another architecture": ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM.*'LlamaForCausalLM'"),
     "no architecture": ({"architectures": None}, "LlamaForCausalLM"),
@@ -601,6 +664,7 @@ BROKEN_CONFIG = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+    "linear without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor=None"),
     "bad factor": ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
     "llama3 without factor": ({"rope_scaling": {"rope_type": "llama3"}}, "factor=None"),
     "scaling no object": ({"rope_scaling": "linear"}, "'linear' must be a JSON object"),
@@ -682,7 +746,7 @@ def test_a_directory_of_gguf_files_is_refused_with_their_names(tmp_path):
 
 
 def test_another_dtype_is_refused():
-    with pytest.raises(ModelError, match="dtype='float16'.*'bfloat16', 'float32'"):
+    with pytest.raises(ModelError, match=r"dtype='float16'.*'bfloat16', 'float32'"):
         load("smollm2-135m", "float16")
 
 

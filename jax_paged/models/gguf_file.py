@@ -166,7 +166,7 @@ class _Cursor:
                 start = position + 8
                 position = start + unpack_length(data, position)[0]
                 items.append(data[start:position])
-        except struct.error:
+        except (struct.error, OverflowError):  # past the end, and past any address
             raise self.damage(f"an array of {count} strings goes past the end") from None
         if position > len(data):
             raise self.damage(f"an array of {count} strings goes past the end")
@@ -352,9 +352,9 @@ def read_tokenizer(file: GgufFile, config: ModelConfig) -> Tokenizer | None:
     if "tokenizer.ggml.model" not in file.metadata:
         return None
     tokenizer = Tokenizer.from_gguf(file.metadata, config.eos_token_ids)
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer.base_vocab_size > config.vocab_size:
         raise ModelError(
-            f"{file.path}: the tokenizer knows {tokenizer.vocab_size} tokens, the embedding {config.vocab_size}; "
+            f"{file.path}: the tokenizer knows {tokenizer.base_vocab_size} tokens, the embedding {config.vocab_size}; "
             "convert the model again"
         )
     return tokenizer

@@ -91,9 +91,9 @@ def read_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
     settings = _read_json(directory / "tokenizer_config.json", missing_ok=True)
     template = _chat_template(directory, settings)
     tokenizer = Tokenizer.from_file(path, settings, template, config.bos_token_id, config.eos_token_ids)
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer.base_vocab_size > config.vocab_size:
         raise ModelError(
-            f"{path}: the tokenizer knows {tokenizer.vocab_size} tokens, the model {config.vocab_size}; use the "
+            f"{path}: the tokenizer knows {tokenizer.base_vocab_size} tokens, the model {config.vocab_size}; use the "
             "tokenizer that came with the model"
         )
     return tokenizer
@@ -193,7 +193,8 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        return theta, RopeScaling(kind=str(kind), factor=rope.number("factor", 1.0))
+        # Without a factor, an unknown kind is still refused by its name.
+        return theta, RopeScaling(kind=str(kind), factor=rope.number("factor", None if kind == "linear" else 1.0))
     return theta, RopeScaling(
         kind="llama3",
         factor=rope.number("factor"),

@@ -4,6 +4,8 @@ Matrices are stored [out, in], and those that read the same input stand in one: 
 """
 
 import math
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from flax import nnx
 
 from jax_paged.cache import PagedCache
 from jax_paged.models.config import ModelConfig, rope_frequencies
-from jax_paged.nn import Batch, PagedAttention
+from jax_paged.nn import Batch, attend
 
 __all__ = ["Llama", "random_weights"]
 
@@ -55,26 +57,33 @@ class Block(nnx.Module):
         self.gate_up_bias = stack("gate_bias", "up_bias")
         self.down = stack("down")
         self.down_bias = stack("down_bias")
-        self.attention = PagedAttention(
-            layer, sm_scale=config.head_dim**-0.5, sliding_window=config.sliding_windows[layer]
-        )
+        self.sliding_window = config.sliding_windows[layer]
 
     def __call__(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: PagedCache, batch: Batch
-    ) -> tuple[jax.Array, PagedCache]:
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, pages: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, jax.Array]:
         c, dtype = self.config, self.qkv.dtype
         num_tokens = x.shape[0]
         heads = linear(rms_norm(x, self.attn_norm, c.rms_norm_eps), self.qkv, self.qkv_bias)
         heads = heads.reshape(num_tokens, -1, c.head_dim)
         q, k, v = jnp.split(heads, [c.num_q_heads, c.num_q_heads + c.num_kv_heads], axis=1)
         q, k = rotate(q, cos, sin).astype(dtype), rotate(k, cos, sin).astype(dtype)
-        out, cache = self.attention(q, k, v.astype(dtype), cache, batch)
+        scale = c.head_dim**-0.5
+        out, pages = attend(
+            q, k, v.astype(dtype), pages, batch, sm_scale=scale, sliding_window=self.sliding_window
+        )
         x = x + linear(out.reshape(num_tokens, -1), self.o, self.o_bias)
 
         hidden = linear(rms_norm(x, self.mlp_norm, c.rms_norm_eps), self.gate_up, self.gate_up_bias)
         gate, up = jnp.split(hidden, 2, axis=-1)
         x = x + linear((jax.nn.silu(gate) * up).astype(dtype), self.down, self.down_bias)
-        return x, cache
+        return x, pages
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def _run_block(graphdef: Any, state: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """A block as a pure function: blocks that differ only in their weights are traced once."""
+    return nnx.merge(graphdef, state)(*args)
 
 
 class Llama(nnx.Module):
@@ -106,9 +115,11 @@ class Llama(nnx.Module):
         angles = batch.positions[:, None, None].astype(jnp.float32) * rope_frequencies(self.config)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         x = self.embed[...][tokens].astype(jnp.float32)
-        for block in self.blocks:
-            x, cache = block(x, cos, sin, cache, batch)
-        return rms_norm(x, self.norm, self.config.rms_norm_eps), cache
+        kv_pages = []
+        for block, pages in zip(self.blocks, cache.kv_pages):
+            x, pages = _run_block(*nnx.split(block), x, cos, sin, pages, batch)
+            kv_pages.append(pages)
+        return rms_norm(x, self.norm, self.config.rms_norm_eps), cache.replace(kv_pages=tuple(kv_pages))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """f32[rows, vocab_size] from rows of the hidden states."""
