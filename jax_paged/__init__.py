@@ -44,7 +44,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = [  # noqa: PLE0604
+__all__ = [
     "LLM",
     "Batch",
     "CacheSpec",

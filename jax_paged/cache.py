@@ -94,7 +94,9 @@ class CacheSpec:
 class PagedCache:
     """The pool, who holds which page, and how long each sequence is. Made by `init_cache`, changed by the functions here."""
 
-    kv_pages: tuple[jax.Array, ...]  # a layer each: dtype[num_pages, page_size, 2 * num_kv_heads, head_dim]; K0 V0 K1 ...
+    kv_pages: tuple[
+        jax.Array, ...
+    ]  # a layer each: dtype[num_pages, page_size, 2 * num_kv_heads, head_dim]; K0 V0 K1 ...
     free_list: jax.Array  # i32[num_pages]; the first num_free are the free pages, the last of those is taken next
     num_free: jax.Array  # i32[]
     ref_counts: jax.Array  # i32[num_pages]; 0: free

@@ -1,15 +1,15 @@
 """The engine: requests in, tokens out, one jitted call a step.
 
-    add_request -> scheduler.plan -> step.run (on the device) -> scheduler.commit -> outputs
+add_request -> scheduler.plan -> step.run (on the device) -> scheduler.commit -> outputs
 """
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence as AnySequence
+from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,11 +18,20 @@ from jax_paged import cache as pages
 from jax_paged.cache import CacheSpec
 from jax_paged.errors import InvariantError, RequestError
 from jax_paged.memory import plan_pool
-from jax_paged.models.config import ModelConfig
+from jax_paged.models.llama import Llama
+from jax_paged.models.load import LoadedModel, load
 from jax_paged.radix import RadixTree
 from jax_paged.request import CompletionOutput, Request, RequestOutput, SamplingParams, Sequence
 from jax_paged.scheduler import Commands, Scheduler, StepPlan
-from jax_paged.step import Bucket, PageCommands, StepInputs, StepResult, apply_commands, pack_commands, pack_inputs, run_step
+from jax_paged.step import (
+    Bucket,
+    PageCommands,
+    StepResult,
+    apply_commands,
+    pack_commands,
+    pack_inputs,
+    run_step,
+)
 from jax_paged.tokenizer import Detokenizer, Tokenizer
 
 __all__ = ["LLM", "StreamEvent"]
@@ -51,7 +60,7 @@ class LLM:
     """A model behind a paged cache and a prefix tree.
 
     Args:
-      model: a built-in name, a Hugging Face directory, a .gguf file, or an `nnx.Module` of your own (see `jax_paged.nn`) with a
+      model: a built-in name, a Hugging Face directory, a .gguf file, what `load` made of one, or an `nnx.Module` of your own (see `jax_paged.nn`) with a
         `config` that has num_layers, num_kv_heads, head_dim, vocab_size and max_model_len.
       page_size: tokens a page.
       num_pages: pages in the pool; None sizes it from the memory there is.
@@ -66,7 +75,7 @@ class LLM:
       seed: for requests that bring none.
       tokenizer: for a model of your own.
       clock: seconds, for the times in outputs.
-      progress: called with (layers loaded, layers in all).
+      progress: called with (bytes loaded, bytes in all).
 
     Raises:
       ModelError: the model cannot be loaded.
@@ -79,7 +88,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | nnx.Module = "smollm2-135m",
+        model: str | LoadedModel | nnx.Module = "smollm2-135m",
         *,
         page_size: int = 16,
         num_pages: int | None = None,
@@ -100,8 +109,11 @@ class LLM:
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
         if isinstance(model, str):
-            model, tokenizer = _load(model, dtype, tokenizer, progress)
-        self.config: ModelConfig = model.config
+            model = load(model, dtype, progress)
+        if isinstance(model, LoadedModel):
+            tokenizer = tokenizer or model.tokenizer
+            model = Llama(model.config, model.weights)
+        self.config: Any = model.config
         self.tokenizer = tokenizer
         self.spec, self.max_model_len = plan_pool(
             self.config,
@@ -123,6 +135,7 @@ class LLM:
             schedule=schedule,
             partial_hits=partial_hits,
         )
+        _log.info(self.describe_pool())
         self._buckets = _buckets(max_batch_tokens, self.spec)
         # Enough for the pages of one long sequence and of a full batch; more than that goes in several calls.
         self._capacity = self.spec.max_pages_per_seq + max_batch_tokens + max_seqs
@@ -281,6 +294,14 @@ class LLM:
             "compilations": self._num_compilations,
         }
 
+    def describe_pool(self) -> str:
+        """Such as "KV pool: 1,024 pages of 16 tokens (16,384 tokens, 360 MiB), up to 8 sequences of 2,048"."""
+        spec = self.spec
+        return (
+            f"KV pool: {spec.num_pages:,} pages of {spec.page_size} tokens ({spec.num_pages * spec.page_size:,} tokens, "
+            f"{spec.pool_bytes / 2**20:,.0f} MiB), up to {spec.max_seqs} sequences of {self.max_model_len:,}"
+        )
+
     @property
     def tree(self) -> RadixTree | None:
         """The prefix tree, to look at."""
@@ -373,7 +394,9 @@ class LLM:
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and this model has none; give token ids, or LLM(tokenizer=...)")
+            raise RequestError(
+                f"{what} needs a tokenizer, and this model has none; give token ids, or LLM(tokenizer=...)"
+            )
         return self.tokenizer
 
     def _enqueue(self, request: Request) -> None:
@@ -495,16 +518,6 @@ class _Text:
             self._parts.append(self._detokenizer.flush())
         self._parts = ["".join(self._parts)]
         return self._parts[0]
-
-
-def _load(
-    name: str, dtype: str, tokenizer: Tokenizer | None, progress: Callable[[int, int], None] | None
-) -> tuple[nnx.Module, Tokenizer | None]:
-    from jax_paged.models.llama import Llama
-    from jax_paged.models.load import load
-
-    loaded = load(name, dtype, progress)
-    return Llama(loaded.config, loaded.weights), tokenizer or loaded.tokenizer
 
 
 def _buckets(max_batch_tokens: int, spec: CacheSpec) -> list[Bucket]:

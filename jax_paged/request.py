@@ -1,9 +1,10 @@
 """What a caller asks for, what comes back, and a sequence on its way between the two. No jax here."""
 
 import math
-from collections.abc import Mapping, Sequence as AnySequence
+from collections.abc import Hashable, Mapping
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Hashable
+from typing import Any
 
 import numpy as np
 
@@ -104,9 +105,9 @@ class RequestOutput:
 class Sequence:
     """One sample of a request: its tokens, and where it stands on the way through the scheduler.
 
-        tokens:  [ prompt ................ | sampled so far ... ]
-                 [ computed: KV in the pool ........... | next ]
-                 [ in the tree ......... |
+    tokens:  [ prompt ................ | sampled so far ... ]
+             [ computed: KV in the pool ........... | next ]
+             [ in the tree ......... |
     """
 
     def __init__(self, request: "Request", sample_index: int) -> None:
@@ -152,7 +153,6 @@ class Sequence:
         self.num_tokens += 1
         if logprob is not None:
             self.logprobs.append(logprob)
-
 
     def why_finished(self) -> str | None:
         """The finish reason that its last token gives it, if any."""

@@ -172,7 +172,9 @@ class Scheduler:
         if schedule not in SCHEDULES:
             raise ValueError(f"{schedule=} is not one of {', '.join(SCHEDULES)}")
         if max_batch_tokens < max_seqs:
-            raise ValueError(f"{max_batch_tokens=} must be at least {max_seqs=}, so that every running sequence can decode")
+            raise ValueError(
+                f"{max_batch_tokens=} must be at least {max_seqs=}, so that every running sequence can decode"
+            )
         self.page_size = page_size
         self.max_batch_tokens = max_batch_tokens
         self.tree = tree

@@ -16,7 +16,16 @@ from jax_paged.nn import make_batch
 from jax_paged.sampling import SamplingRows, sample
 from jax_paged.scheduler import Commands, StepPlan
 
-__all__ = ["Bucket", "PageCommands", "StepInputs", "StepResult", "apply_commands", "pack_commands", "pack_inputs", "run_step"]
+__all__ = [
+    "Bucket",
+    "PageCommands",
+    "StepInputs",
+    "StepResult",
+    "apply_commands",
+    "pack_commands",
+    "pack_inputs",
+    "run_step",
+]
 
 
 class Bucket(NamedTuple):
@@ -108,9 +117,7 @@ def _run_step(
     cache = _apply_commands(cache, inputs.commands)
     num_new = jnp.zeros_like(cache.seq_lens).at[inputs.slots].add(inputs.q_lens, mode="drop")
     cache, taken = pages.extend(cache, num_new, bucket.max_new_pages)
-    batch = make_batch(
-        cache, inputs.slots, inputs.q_lens, bucket.num_tokens, one_token_rows=bucket.one_token_rows
-    )
+    batch = make_batch(cache, inputs.slots, inputs.q_lens, bucket.num_tokens, one_token_rows=bucket.one_token_rows)
     hidden, cache = model(inputs.tokens, cache, batch)
     rows = SamplingRows(
         temperature=inputs.temperature,

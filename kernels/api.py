@@ -2,7 +2,7 @@
 
 An implementation is a module with `supports(call) -> str | None` (None, or why not) and
 `ragged_paged_attention(...)` with the arguments of the public one except `implementation`, scales and sinks as
-float32 arrays or None, and one more, `decode_only`: a promise that no row has more than one query token.
+float32 arrays or None, and one more, `decode_only`: a promise that token i is the one query of row i.
 """
 
 import importlib
@@ -300,7 +300,7 @@ def choose_implementation(call: AttentionCall, platform: str | None = None) -> t
     name = _PREFERRED.get(platform)
     if name is None:
         return "xla", f"no kernel is written for platform {platform!r}; xla runs everywhere"
-    reason = _why_not(name, call)
+    reason = why_not(name, call)
     if reason is None:
         return name, f"the kernel for platform {platform!r} supports the call"
     return "xla", f"{name} cannot run the call ({reason}); xla runs everywhere"
@@ -327,7 +327,7 @@ def _attention(
         fallback = "xla" if implementation != "xla" else None
     elif implementation not in _MODULES:
         raise ValueError(f"{implementation=} must be None or one of {', '.join(IMPLEMENTATIONS)}")
-    elif reason := _why_not(implementation, call):
+    elif reason := why_not(implementation, call):
         raise NotImplementedError(
             f"{implementation=} cannot run this call: {reason}; implementation=None chooses one that can"
         )
@@ -377,7 +377,8 @@ def _load(name: str) -> ModuleType:
     return importlib.import_module(_MODULES[name], __package__)
 
 
-def _why_not(name: str, call: AttentionCall) -> str | None:
+def why_not(name: str, call: AttentionCall) -> str | None:
+    """Why an implementation cannot run a call, or None if it can."""
     try:
         module = _load(name)
     except ImportError as error:

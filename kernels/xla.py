@@ -71,13 +71,17 @@ def ragged_paged_attention(
     interpret: Any = False,
     decode_only: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """As `api.ragged_paged_attention`; `decode_only` promises that no row has more than one query token."""
+    """As `api.ragged_paged_attention`; `decode_only` promises that token i is the one query of row i."""
     options = _Options(
         sm_scale, causal, sliding_window, soft_cap, k_scale, v_scale, sinks, _dot_dtype(q.dtype, kv_pages.dtype)
     )
     is_row = jnp.arange(kv_lens.shape[0]) < num_seqs[0]
     q_lens = jnp.where(is_row, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     kv_lens = jnp.where(is_row, kv_lens, 0)
+
+    if decode_only:
+        out, lse = _decode(q, kv_pages, kv_lens, page_indices, options)
+        return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
 
     # Tokens of no row stay as they are here.
     out = jnp.zeros(q.shape, q.dtype)
@@ -89,9 +93,8 @@ def ragged_paged_attention(
     out = out.at[tokens].set(decoded[0].astype(out.dtype), mode="drop")
     lse = lse.at[tokens].set(decoded[1], mode="drop")
 
-    if not decode_only:
-        q_lens = jnp.where(one_token, 0, q_lens)
-        out, lse = _prefill(out, lse, q, kv_pages, kv_lens, page_indices, cu_q_lens, q_lens, options)
+    q_lens = jnp.where(one_token, 0, q_lens)
+    out, lse = _prefill(out, lse, q, kv_pages, kv_lens, page_indices, cu_q_lens, q_lens, options)
     return (out, lse) if return_lse else out
 
 
@@ -99,39 +102,43 @@ def _decode(
     q: jax.Array, kv_pages: jax.Array, kv_lens: jax.Array, page_indices: jax.Array, options: _Options
 ) -> tuple[jax.Array, jax.Array]:
     """One query token per row. q [rows, num_q_heads, head_dim]; returns the same in float32, and its LSE."""
-    _, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
+    num_pages, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
     num_rows, num_q_heads, _ = q.shape
     num_kv_heads = num_kv_heads_twice // 2
     pages_per_block = _pages_per_block(_DECODE_BLOCK_TOKENS, page_size, page_indices.shape[1])
 
-    # One contraction over (head, head_dim) of a whole row of the pool, K and V heads alike, instead of a small one
-    # per KV head: each query is zero outside its own K head. Several times the arithmetic, but a single batched
-    # matrix product over memory as it lies, which is what this platform does best.
-    head = jnp.arange(num_kv_heads_twice)
-    own_k = 2 * (jnp.arange(num_q_heads)[:, None] // (num_q_heads // num_kv_heads))
-    q_wide = jnp.where((head == own_k)[..., None], q.astype(options.dot_dtype)[:, :, None], 0)
-    q_wide = q_wide.reshape(num_rows, num_q_heads, -1)
-    pool = kv_pages.reshape(*kv_pages.shape[:2], -1)
+    # Keys and values are gathered a (token, head) at a time, straight into the order that makes one batched product of all rows
+    # and KV heads: [rows * num_kv_heads, tokens, head_dim].
+    vectors = kv_pages.reshape(-1, head_dim)
+    head = 2 * jnp.arange(num_kv_heads)[:, None]
+    q = q.astype(options.dot_dtype).reshape(num_rows * num_kv_heads, -1, head_dim)
+
+    def per_head(x: jax.Array) -> jax.Array:
+        """[rows, tokens] to [rows * num_kv_heads, tokens]"""
+        return jnp.repeat(x, num_kv_heads, axis=0)
 
     first_pos = _window_start(kv_lens - 1, options)
     first_page = first_pos // page_size
-    num_pages = jnp.maximum(-(-kv_lens // page_size) - first_page, 0)
+    num_row_pages = jnp.maximum(-(-kv_lens // page_size) - first_page, 0)
 
     def step(block: jax.Array, state: _Softmax) -> _Softmax:
         page = first_page[:, None] + block * pages_per_block + jnp.arange(pages_per_block)
         pos = (page[..., None] * page_size + jnp.arange(page_size)).reshape(num_rows, -1)
-        seen = (pos >= first_pos[:, None]) & (pos < kv_lens[:, None])
-        page_ids = jnp.take_along_axis(page_indices, page, axis=1, mode="clip")
-        kv = jnp.take(pool, page_ids, axis=0, mode="clip").reshape(num_rows, pos.shape[1], -1)
-        kv = _masked(kv, seen[..., None], options)
-        logits = _dot("bhc,btc->bht", q_wide, kv, options)
-        return _online_softmax(state, logits, seen[:, None], "bht,btc->bhc", kv, options)
+        seen = per_head((pos >= first_pos[:, None]) & (pos < kv_lens[:, None]))
+        page_ids = jnp.clip(jnp.take_along_axis(page_indices, page, axis=1, mode="clip"), 0, num_pages - 1)
+        slot = (page_ids[..., None] * page_size + jnp.arange(page_size)).reshape(num_rows, 1, -1)
+        at = (slot * num_kv_heads_twice + head).reshape(num_rows * num_kv_heads, -1)
+        k, v = (vectors.at[i].get(mode="promise_in_bounds").astype(options.dot_dtype) for i in (at, at + 1))
+        # Gathered and masked here, not once more inside the products.
+        k, v = jax.lax.optimization_barrier((k, jnp.where(seen[..., None], v, 0)))
+        logits = _dot("bgd,btd->bgt", q, k, options)
+        return _online_softmax(state, logits, seen[:, None], "bgt,btd->bgd", v, options)
 
-    state = _empty_softmax((num_rows, num_q_heads), num_kv_heads_twice * head_dim, options.sinks)
-    state = jax.lax.fori_loop(0, -(-jnp.max(num_pages) // pages_per_block), step, state)
-    acc = state.acc.reshape(num_rows, num_q_heads, num_kv_heads_twice, head_dim)
-    acc = jnp.sum(jnp.where((head == own_k + 1)[..., None], acc, 0.0), axis=2)
-    return _normalised(state._replace(acc=acc), options)
+    sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (num_rows, 1))
+    state = _empty_softmax(q.shape[:2], head_dim, sinks)
+    state = jax.lax.fori_loop(0, -(-jnp.max(num_row_pages) // pages_per_block), step, state)
+    out, lse = _normalised(state, options)
+    return out.reshape(num_rows, num_q_heads, head_dim), lse.reshape(num_rows, num_q_heads)
 
 
 def _prefill(

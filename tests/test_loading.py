@@ -411,7 +411,6 @@ def set_key(key, value):
 def set_tokens(writer, tokens):
     set_key("tokenizer.ggml.tokens", tokens)(writer)
     set_key("tokenizer.ggml.token_type", [1] * len(tokens))(writer)
-    set_key("tokenizer.ggml.merges", [])(writer)
 
 
 def remove_key(key):
@@ -450,7 +449,7 @@ BROKEN_GGUF = {
         "type I8",
     ),
     "vocabulary too large": (
-        {"edit": lambda w: set_tokens(w, [*map(chr, range(65, 90))])},
+        {"edit": lambda w: set_tokens(w, [*map(chr, range(97, 121)), "ab"])},
         "knows 25 tokens, the embedding 24",
     ),
 }

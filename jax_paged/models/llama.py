@@ -69,9 +69,7 @@ class Block(nnx.Module):
         q, k, v = jnp.split(heads, [c.num_q_heads, c.num_q_heads + c.num_kv_heads], axis=1)
         q, k = rotate(q, cos, sin).astype(dtype), rotate(k, cos, sin).astype(dtype)
         scale = c.head_dim**-0.5
-        out, pages = attend(
-            q, k, v.astype(dtype), pages, batch, sm_scale=scale, sliding_window=self.sliding_window
-        )
+        out, pages = attend(q, k, v.astype(dtype), pages, batch, sm_scale=scale, sliding_window=self.sliding_window)
         x = x + linear(out.reshape(num_tokens, -1), self.o, self.o_bias)
 
         hidden = linear(rms_norm(x, self.mlp_norm, c.rms_norm_eps), self.gate_up, self.gate_up_bias)

@@ -1,0 +1,378 @@
+"""The command line: `jax-paged generate | chat | bench | env`.
+
+Nothing here imports jax until a command needs it. What a person asked for goes to standard output, all else to standard error. A
+mistake of the caller's is one line there and exit code 2.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax_paged.engine import LLM
+    from jax_paged.models.load import LoadedModel
+    from jax_paged.request import RequestOutput, SamplingParams
+
+__all__ = ["main"]
+
+_DEFAULT_MODEL = "smollm2-135m"
+# Sequences get at least this many tokens, so that short prompts of all lengths share their compiled programs.
+_MIN_MODEL_LEN = 2048
+# Prompts of so few tokens in all run through decode's program, eight tokens a step: sooner done than compiling prefill's.
+_SHORT_PROMPTS = 96
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.command(args) or 0
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has gone; keep the interpreter from complaining at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, NotImplementedError, OSError, RuntimeError) as error:
+        if os.environ.get("JAX_PAGED_TRACEBACK"):
+            raise
+        print(f"jax-paged: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jax-paged", description="Language models in JAX on a paged KV pool and a prefix tree."
+    )
+    parser.add_argument("--version", action="version", version=importlib.metadata.version("jax-paged"))
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    generate = commands.add_parser("generate", help="continue one or several prompts")
+    generate.add_argument("prompt", nargs="*", help="a text, or - for standard input")
+    generate.add_argument("--file", type=Path, help="a file with a prompt a line")
+    generate.add_argument("--json", action="store_true", help="an object a prompt, a line each")
+    _add_model_options(generate)
+    _add_sampling_options(generate, max_tokens=64)
+    generate.set_defaults(command=_generate)
+
+    chat = commands.add_parser("chat", help="talk; /reset, /tree, /stats, /quit")
+    chat.add_argument("--system", help="what the model is told first")
+    _add_model_options(chat)
+    _add_sampling_options(chat, max_tokens=512)
+    chat.set_defaults(command=_chat)
+
+    bench = commands.add_parser("bench", help="measure, as ratios")
+    bench.add_argument("name", choices=["floor", "few-shot"])
+    bench.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    bench.add_argument("--model", default=_DEFAULT_MODEL)
+    bench.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    bench.set_defaults(command=_bench)
+
+    env = commands.add_parser("env", help="versions, devices, and which kernel runs")
+    env.set_defaults(command=_env)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default=_DEFAULT_MODEL, help="a built-in name, a Hugging Face directory or a .gguf file"
+    )
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens a page")
+    parser.add_argument("--num-pages", type=int, help="pages in the pool; by default what the memory allows")
+    parser.add_argument("--max-model-len", type=int, help="tokens of the longest sequence")
+    parser.add_argument("--max-seqs", type=int, help="sequences running at once")
+    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its start")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    parser.add_argument("--max-tokens", type=int, default=max_tokens)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    parser.add_argument("--seed", type=int, help="makes the samples repeatable")
+
+
+# --- generate ---
+
+
+def _generate(args: argparse.Namespace) -> None:
+    prompts = _prompts(args)
+    params = _sampling_params(args)
+    loaded = _load(args)
+    tokenizer = _need_tokenizer(loaded)
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    longest = max(map(len, ids)) + args.max_tokens
+    is_short = sum(map(len, ids)) <= _SHORT_PROMPTS
+    max_seqs = args.max_seqs or min(64, max(8, len(prompts)))
+    llm = _make_llm(args, loaded, longest, max_seqs, max_batch_tokens=max_seqs if is_short else 512)
+    started = time.monotonic()
+    if args.json:
+        outputs = llm.generate(ids, params)
+        for prompt, output in zip(prompts, outputs):
+            print(json.dumps(_as_json(prompt, output), ensure_ascii=False))
+    elif len(ids) == 1:
+        outputs = [_stream(llm, ids[0], params)]
+    else:
+        outputs = llm.generate(ids, params)
+        for prompt, output in zip(prompts, outputs):
+            print(f"{prompt}{output.outputs[0].text}\n")
+    _note(_closing_line(outputs, time.monotonic() - started))
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
+    if args.file is not None:
+        prompts += [line for line in args.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError('no prompt: give one, as in jax-paged generate "The capital of France is", or - or --file')
+    if any(not prompt for prompt in prompts):
+        raise ValueError("the prompt is empty; give at least one character")
+    return prompts
+
+
+def _stream(llm: "LLM", ids: list[int], params: "SamplingParams") -> "RequestOutput":
+    with _Waiting("compiling"):
+        events = llm.stream(ids, params)
+        event = next(events)
+    print(event.text, end="", flush=True)
+    for event in events:
+        print(event.text, end="", flush=True)
+    print()
+    return event.output
+
+
+def _as_json(prompt: str, output: "RequestOutput") -> dict[str, Any]:
+    sample = output.outputs[0]
+    return {
+        "prompt": prompt,
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "cached_tokens": output.num_cached_tokens,
+    }
+
+
+def _closing_line(outputs: Sequence["RequestOutput"], elapsed_s: float) -> str:
+    """Such as "64 tokens, 31.0 tok/s, prompt 903 tok/s, 448 of 512 prompt tokens from the cache"."""
+    generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    if len(outputs) > 1:
+        speeds = f"{generated / elapsed_s:.1f} tok/s over {len(outputs)} prompts"
+    else:
+        times = outputs[0].times
+        first, last = times.first_token_s, times.finished_s
+        assert first is not None and last is not None and times.first_scheduled_s is not None
+        decode = f"{(generated - 1) / (last - first):.1f} tok/s, " if generated > 1 else ""
+        speeds = f"{decode}prompt {(prompt - cached) / (first - times.first_scheduled_s):.0f} tok/s"
+    return f"{generated} tokens, {speeds}, {cached} of {prompt} prompt tokens from the cache"
+
+
+# --- chat ---
+
+
+def _chat(args: argparse.Namespace) -> None:
+    params = _sampling_params(args)
+    loaded = _load(args)
+    _need_tokenizer(loaded)
+    llm = _make_llm(args, loaded, _MIN_MODEL_LEN, args.max_seqs or 8, max_batch_tokens=512)
+    history = [{"role": "system", "content": args.system}] if args.system else []
+    start = len(history)
+    _note("/reset starts anew, /tree shows the prefix tree, /stats the counters, /quit ends")
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            return
+        if text == "/quit":
+            return
+        if text == "/reset":
+            del history[start:]
+        elif text == "/tree":
+            print(_render_tree(llm))
+        elif text == "/stats":
+            print("\n".join(f"{name:>24} {value:,}" for name, value in llm.stats().items()))
+        elif text.startswith("/"):
+            _note(f"there is no command {text}; there are /reset, /tree, /stats and /quit")
+        elif text:
+            _answer(llm, history, text, params)
+
+
+def _answer(llm: "LLM", history: list[dict[str, str]], text: str, params: "SamplingParams") -> None:
+    history.append({"role": "user", "content": text})
+    try:
+        output = _stream(llm, llm.render_chat(history), params)
+    except ValueError as error:  # too long by now
+        history.pop()
+        _note(f"jax-paged: {error}; /reset starts anew")
+        return
+    history.append({"role": "assistant", "content": output.outputs[0].text})
+    _note(_closing_line([output], 0.0))
+
+
+def _render_tree(llm: "LLM") -> str:
+    if llm.tree is None:
+        return "the prefix cache is off"
+    return llm.tree.render(decode=llm.tokenizer.decode if llm.tokenizer is not None else None)
+
+
+# --- bench and env ---
+
+
+def _bench(args: argparse.Namespace) -> None:
+    loaded = _load(args)
+    _configure_jax()
+    from jax_paged.bench import few_shot, floor
+
+    (floor if args.name == "floor" else few_shot).main(loaded, as_json=args.json)
+
+
+def _env(args: argparse.Namespace) -> None:
+    import jax
+
+    from jax_paged.kernels import IMPLEMENTATIONS, AttentionCall, choose_implementation
+    from jax_paged.kernels.api import why_not
+
+    for package in ("jax-paged", "jax", "jaxlib", "flax", "numpy", "gguf", "tokenizers", "libtpu"):
+        try:
+            print(f"{package:>12} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{package:>12} not installed")
+    print(f"{'python':>12} {sys.version.split()[0]}")
+    for device in jax.devices():
+        print(f"{'device':>12} {device.platform} {device.device_kind}")
+    call = AttentionCall(
+        max_tokens=8, num_q_heads=32, num_kv_heads=8, head_dim=128, q_dtype="bfloat16", kv_dtype="bfloat16",
+        num_pages=1024, page_size=16, max_seqs=8, pages_per_seq=128,
+    )  # fmt: skip
+    name, reason = choose_implementation(call)
+    print(f"{'attention':>12} {name}: {reason}")
+    for other in IMPLEMENTATIONS:
+        if other != name:
+            print(f"{'':>12} {other}: {why_not(other, call) or 'available'}")
+
+
+# --- Shared ---
+
+
+def _load(args: argparse.Namespace) -> "LoadedModel":
+    """Reads the model while jax is being imported: one waits for the disk and numpy, the other for Python."""
+    _check_sizes(args)
+    from jax_paged.models.load import load
+
+    result: list[LoadedModel] = []
+    errors: list[BaseException] = []
+
+    def read(progress: Callable[[int, int], None]) -> None:
+        try:
+            result.append(load(args.model, args.dtype, progress))
+        except BaseException as error:  # raised again below, in the main thread
+            errors.append(error)
+
+    with _Progress(f"loading {args.model}") as progress:
+        thread = threading.Thread(target=read, args=(progress,), daemon=True)
+        thread.start()
+        import jax_paged.engine  # noqa: F401
+
+        thread.join()
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """What is wrong whatever the model, before anyone waits for it."""
+    for name in ("page_size", "num_pages", "max_model_len", "max_seqs"):
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')}={value} must be at least 1")
+
+
+def _make_llm(
+    args: argparse.Namespace, loaded: "LoadedModel", longest: int, max_seqs: int, max_batch_tokens: int
+) -> "LLM":
+    _configure_jax()
+    from jax_paged.engine import LLM
+
+    room = max(_MIN_MODEL_LEN, 1 << (longest - 1).bit_length())
+    llm = LLM(
+        loaded,
+        page_size=args.page_size,
+        num_pages=args.num_pages,
+        max_seqs=max_seqs,
+        max_model_len=args.max_model_len
+        or (min(room, loaded.config.max_model_len) if args.num_pages is None else None),
+        max_batch_tokens=max_batch_tokens,
+        prefix_cache=not args.no_prefix_cache,
+        dtype=args.dtype,
+    )
+    _note(llm.describe_pool())
+    return llm
+
+
+def _configure_jax() -> None:
+    """Keeps compiled programs in the user's cache folder, so that only the first run compiles them."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(Path(root) / "jax-paged" / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _need_tokenizer(loaded: "LoadedModel") -> Any:
+    if loaded.tokenizer is None:
+        raise ValueError(
+            f"{loaded.name} has no tokenizer (tokenizer.json beside its weights); text cannot be read without"
+        )
+    return loaded.tokenizer
+
+
+def _sampling_params(args: argparse.Namespace) -> "SamplingParams":
+    from jax_paged.request import SamplingParams
+
+    return SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _Progress:
+    """A bar on standard error, if a person is there to see it. Called with (done, in all)."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._bar: Any = None
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(self._label, total=None)
+            self._bar.start()
+        return self._update
+
+    def _update(self, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class _Waiting(_Progress):
+    """The same for work that does not say how far it is: compiling a program."""
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        update = super().__enter__()
+        return update
