@@ -3,13 +3,15 @@
 Every sequence owns a *slot*: a row of the block table that lists, in order, the pages holding its keys and values.
 Pages are taken from one free list on demand, so that at most `page_size - 1` token slots of a sequence stand empty,
 and a page may stand in many rows (copy-on-write). The scheme is PagedAttention's (Kwon et al. 2023, arXiv 2309.06180,
-sections 4.2-4.4); here free list, reference counts, tables and lengths are arrays, so whole generation loops fit in one `jit`.
+sections 4.2-4.4); here free list, reference counts, tables and lengths are arrays, so whole generation loops fit in
+one `jit`.
 
-The invariant, which `check` enforces: every page is free, held by the prefix tree, or private to sequences; its reference count
-is the number of block-table rows naming it, plus one if the tree holds it.
+The invariant, which `check` enforces: every page is free, held by the prefix tree, or private to sequences; its
+reference count is the number of block-table rows naming it, plus one if the tree holds it.
 
-Outside `jit`, an operation that does not fit raises `OutOfPages` and the cache passed in stays good. Inside, it changes nothing
-but `cache.oom`, which stays set. Jit the outermost function and donate the cache: then nothing is copied.
+Outside `jit`, an operation that does not fit raises `OutOfPages` and the cache passed in stays good. Inside, it
+changes nothing but `cache.oom`, which stays set. Jit the outermost function and donate the cache: then nothing is
+copied.
 """
 
 from collections.abc import Callable, Iterable
@@ -90,9 +92,10 @@ class CacheSpec:
         return self.num_pages * self.page_bytes
 
 
-@struct.dataclass
-class PagedCache:
-    """The pool, who holds which page, and how long each sequence is. Made by `init_cache`, changed by the functions here."""
+class PagedCache(struct.PyTreeNode, kw_only=True):
+    """The pool, who holds which page, and how long each sequence is. Made by `init_cache`, changed by the functions
+    here.
+    """
 
     kv_pages: tuple[
         jax.Array, ...
@@ -173,7 +176,8 @@ def _free_slots(cache: PagedCache, slots_mask: jax.Array) -> PagedCache:
 
 
 def _point(cache: PagedCache, slots: jax.Array, indices: jax.Array, page_ids: jax.Array) -> PagedCache:
-    """Makes entry `indices[i]` of row `slots[i]` name `page_ids[i]`: retains that page, releases the one that stood there.
+    """Makes entry `indices[i]` of row `slots[i]` name `page_ids[i]`: retains that page, releases the one that stood
+    there.
 
     No (slot, index) may come twice.
     """
@@ -194,8 +198,7 @@ def _copy_pages(cache: PagedCache, src: jax.Array, dst: jax.Array, count: jax.Ar
     return cache.replace(kv_pages=jax.lax.fori_loop(0, count, copy_one, cache.kv_pages))
 
 
-@struct.dataclass
-class _Growth:
+class _Growth(struct.PyTreeNode, kw_only=True):
     """What growing sequences takes: see `_plan_growth`. All i32[max_seqs] but `copies`."""
 
     new_lens: jax.Array
@@ -208,8 +211,8 @@ class _Growth:
 def _plan_growth(cache: PagedCache, num_new: jax.Array) -> _Growth:
     """For `num_new` (i32[max_seqs]) more tokens a slot: which pages to take, which to copy.
 
-    A row about to write into a page that others hold too gets a copy. Where all the holders write at once, the first of them
-    keeps the page, so k holders cost k - 1 copies.
+    A row about to write into a page that others hold too gets a copy. Where all the holders write at once, the
+    first of them keeps the page, so k holders cost k - 1 copies.
     """
     size = cache.page_size
     held = -(-cache.seq_lens // size)
@@ -233,7 +236,8 @@ def _plan_growth(cache: PagedCache, num_new: jax.Array) -> _Growth:
 
 
 def extend(cache: PagedCache, num_new: jax.Array, max_new_pages: int) -> tuple[PagedCache, jax.Array]:
-    """Makes room for `num_new` more tokens in each slot: the general form of `allocate` and `append`, for use inside jit.
+    """Makes room for `num_new` more tokens in each slot: the general form of `allocate` and `append`, for use
+    inside jit.
 
     Args:
       cache: the cache.
@@ -241,8 +245,8 @@ def extend(cache: PagedCache, num_new: jax.Array, max_new_pages: int) -> tuple[P
       max_new_pages: static bound on the pages taken.
 
     Returns:
-      The cache, and the page ids taken, i32[max_new_pages], slot by slot in the order of the table, `num_pages` past the end.
-      Where they do not fit, nothing has changed but `oom`.
+      The cache, and the page ids taken, i32[max_new_pages], slot by slot in the order of the table, `num_pages`
+      past the end. Where they do not fit, nothing has changed but `oom`.
     """
     grow = _plan_growth(cache, num_new)
     ends = jnp.cumsum(grow.num_pages)
@@ -336,8 +340,8 @@ def _explain(cache: PagedCache, op: Callable[..., PagedCache], *args: Any) -> st
     needed, num_free = int(jnp.sum(grow.num_pages)), int(cache.num_free)
     if needed > num_free:
         return (
-            f"OOM: {needed} pages needed for {int(num_new.sum())} more tokens, {num_free} of {cache.num_pages} free; free or "
-            "release pages, or raise CacheSpec.num_pages"
+            f"OOM: {needed} pages needed for {int(num_new.sum())} more tokens, {num_free} of {cache.num_pages} free; "
+            "free or release pages, or raise CacheSpec.num_pages"
         )
     limit = cache.max_pages_per_seq * cache.page_size
     return (
@@ -363,7 +367,8 @@ def _check_page_ids(cache: PagedCache, page_ids: Any, verb: str) -> jax.Array:
 
 
 def allocate(cache: PagedCache, slot: Any, num_tokens: Any) -> PagedCache:
-    """Makes room for `num_tokens` more tokens in a slot, as prefill needs: `ceil(num_tokens / page_size)` pages if it was empty.
+    """Makes room for `num_tokens` more tokens in a slot, as prefill needs: `ceil(num_tokens / page_size)` pages if
+    it was empty.
 
     Args:
       cache: the cache.
@@ -386,8 +391,8 @@ def allocate(cache: PagedCache, slot: Any, num_tokens: Any) -> PagedCache:
 def append(cache: PagedCache, slots_mask: Any) -> PagedCache:
     """Makes room for one more token in each slot set in `slots_mask` (bool[max_seqs]), as decode needs.
 
-    Takes a page where the last is full, and copies the last page first where it is shared (copy-on-write; Kwon et al. 2023,
-    section 4.4).
+    Takes a page where the last is full, and copies the last page first where it is shared (copy-on-write; Kwon et
+    al. 2023, section 4.4).
 
     Raises:
       OutOfPages: outside jit, if they do not all fit; then none has grown.
@@ -396,13 +401,16 @@ def append(cache: PagedCache, slots_mask: Any) -> PagedCache:
     slots_mask = jnp.asarray(slots_mask)
     if slots_mask.shape != (cache.max_seqs,) or slots_mask.dtype != jnp.bool_:
         raise ValueError(
-            f"slots_mask is {slots_mask.dtype}{list(slots_mask.shape)}, must be bool[{cache.max_seqs}]: one entry a slot"
+            f"slots_mask is {slots_mask.dtype}{list(slots_mask.shape)}, must be bool[{cache.max_seqs}]: one entry "
+            "a slot"
         )
     return _run(_append, cache, slots_mask)
 
 
 def fork(cache: PagedCache, src_slot: Any, dst_slot: Any) -> PagedCache:
-    """Makes `dst_slot` a second holder of every page of `src_slot`. Copies nothing; what `dst_slot` held is released."""
+    """Makes `dst_slot` a second holder of every page of `src_slot`. Copies nothing; what `dst_slot` held is
+    released.
+    """
     _check_slot(cache, src_slot=src_slot, dst_slot=dst_slot)
     return _run(_fork, cache, src_slot, dst_slot)
 
@@ -425,8 +433,8 @@ def retain(cache: PagedCache, page_ids: Any) -> PagedCache:
 def release(cache: PagedCache, page_ids: Any) -> PagedCache:
     """Drops a reference to each page of `page_ids` (i32[n]); `num_pages` is padding.
 
-    A page may come several times. One that nobody holds any more enters the free list, once, even when released more often
-    than it was held.
+    A page may come several times. One that nobody holds any more enters the free list, once, even when released
+    more often than it was held.
 
     Raises:
       ValueError: outside jit, if one of them is already free.

@@ -1,7 +1,7 @@
 """The command line: `jax-paged generate | chat | bench | env`.
 
-Nothing here imports jax until a command needs it. What a person asked for goes to standard output, all else to standard error. A
-mistake of the caller's is one line there and exit code 2.
+Nothing here imports jax until a command needs it. What a person asked for goes to standard output, all else to
+standard error. A mistake of the caller's is one line there and exit code 2.
 """
 
 import argparse
@@ -25,7 +25,8 @@ __all__ = ["main"]
 _DEFAULT_MODEL = "smollm2-135m"
 # Sequences get at least this many tokens, so that short prompts of all lengths share their compiled programs.
 _MIN_MODEL_LEN = 2048
-# Prompts of so few tokens in all run through decode's program, eight tokens a step: sooner done than compiling prefill's.
+# Prompts of so few tokens in all run through decode's program, eight tokens a step: sooner done than compiling
+# prefill's.
 _SHORT_PROMPTS = 96
 
 
@@ -168,7 +169,9 @@ def _closing_line(outputs: Sequence["RequestOutput"], elapsed_s: float) -> str:
     else:
         times = outputs[0].times
         first, last = times.first_token_s, times.finished_s
-        assert first is not None and last is not None and times.first_scheduled_s is not None
+        assert first is not None
+        assert last is not None
+        assert times.first_scheduled_s is not None
         decode = f"{(generated - 1) / (last - first):.1f} tok/s, " if generated > 1 else ""
         speeds = f"{decode}prompt {(prompt - cached) / (first - times.first_scheduled_s):.0f} tok/s"
     return f"{generated} tokens, {speeds}, {cached} of {prompt} prompt tokens from the cache"
@@ -376,3 +379,7 @@ class _Waiting(_Progress):
     def __enter__(self) -> Callable[[int, int], None]:
         update = super().__enter__()
         return update
+
+
+if __name__ == "__main__":
+    sys.exit(main())

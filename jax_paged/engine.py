@@ -28,6 +28,7 @@ from jax_paged.step import (
     PageCommands,
     StepResult,
     apply_commands,
+    num_programs,
     pack_commands,
     pack_inputs,
     run_step,
@@ -49,7 +50,9 @@ type Prompt = str | AnySequence[int] | np.ndarray
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """What one more token brought. `text` may be empty while a character is incomplete; `output` is the whole so far."""
+    """What one more token brought. `text` may be empty while a character is incomplete; `output` is the whole so
+    far.
+    """
 
     text: str
     token_id: int | None
@@ -60,8 +63,9 @@ class LLM:
     """A model behind a paged cache and a prefix tree.
 
     Args:
-      model: a built-in name, a Hugging Face directory, a .gguf file, what `load` made of one, or an `nnx.Module` of your own (see `jax_paged.nn`) with a
-        `config` that has num_layers, num_kv_heads, head_dim, vocab_size and max_model_len.
+      model: a built-in name, a Hugging Face directory, a .gguf file, what `load` made of one, or an `nnx.Module` of
+        your own (see `jax_paged.nn`) with a `config` that has num_layers, num_kv_heads, head_dim, vocab_size and
+        max_model_len.
       page_size: tokens a page.
       num_pages: pages in the pool; None sizes it from the memory there is.
       max_seqs: sequences running at once.
@@ -113,7 +117,7 @@ class LLM:
         if isinstance(model, LoadedModel):
             tokenizer = tokenizer or model.tokenizer
             model = Llama(model.config, model.weights)
-        self.config: Any = model.config
+        self.config: Any = model.config  # type: ignore[attr-defined]
         self.tokenizer = tokenizer
         self.spec, self.max_model_len = plan_pool(
             self.config,
@@ -231,7 +235,9 @@ class LLM:
     def render_chat(self, messages: AnySequence[dict[str, str]]) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
         tokenizer = self._need_tokenizer("chat")
-        return tokenizer.encode(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
+        # The template writes the special tokens itself.
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        return tokenizer.encode(text, add_bos=False)
 
     # --- Driving it yourself ---
 
@@ -268,7 +274,9 @@ class LLM:
         return list((undelivered | changed).values())
 
     def abort(self, request_id: int) -> None:
-        """Ends a request, wherever it is; its last output comes with the next `step`. One that has ended stays as it is."""
+        """Ends a request, wherever it is; its last output comes with the next `step`. One that has ended stays as
+        it is.
+        """
         request = self._requests.get(request_id)
         if request is not None and not request.finished:
             self._scheduler.abort(request)
@@ -282,7 +290,9 @@ class LLM:
     # --- The books ---
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and where the pages are now; `free_pages + tree_pages + private_pages == num_pages`."""
+        """Counters since the start, and where the pages are now; `free_pages + tree_pages + private_pages ==
+        num_pages`.
+        """
         free = self._scheduler.ledger.num_free
         tree = self._tree.num_pages if self._tree is not None else 0
         return {
@@ -298,8 +308,9 @@ class LLM:
         """Such as "KV pool: 1,024 pages of 16 tokens (16,384 tokens, 360 MiB), up to 8 sequences of 2,048"."""
         spec = self.spec
         return (
-            f"KV pool: {spec.num_pages:,} pages of {spec.page_size} tokens ({spec.num_pages * spec.page_size:,} tokens, "
-            f"{spec.pool_bytes / 2**20:,.0f} MiB), up to {spec.max_seqs} sequences of {self.max_model_len:,}"
+            f"KV pool: {spec.num_pages:,} pages of {spec.page_size} tokens "
+            f"({spec.num_pages * spec.page_size:,} tokens, {spec.pool_bytes / 2**20:,.0f} MiB), "
+            f"up to {spec.max_seqs} sequences of {self.max_model_len:,}"
         )
 
     @property
@@ -308,7 +319,9 @@ class LLM:
         return self._tree
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes, as new weights demand. False, and nothing has changed, while pages are in use."""
+        """Forgets all cached prefixes, as new weights demand. False, and nothing has changed, while pages are in
+        use.
+        """
         return self._scheduler.reset_tree()
 
     def check(self) -> None:
@@ -321,8 +334,8 @@ class LLM:
         wrong = np.nonzero(np.asarray(self._cache.ref_counts) != ledger.ref_counts)[0]
         if len(wrong) or int(self._cache.num_free) != ledger.num_free:
             raise InvariantError(
-                f"host and device disagree: reference counts of pages {wrong[:20].tolist()}; free pages {ledger.num_free} "
-                f"and {int(self._cache.num_free)}"
+                f"host and device disagree: reference counts of pages {wrong[:20].tolist()}; free pages "
+                f"{ledger.num_free} and {int(self._cache.num_free)}"
             )
         tables, lens = np.asarray(self._cache.block_tables), np.asarray(self._cache.seq_lens)
         for seq in self._scheduler.running:
@@ -361,9 +374,10 @@ class LLM:
         limit = self.max_model_len
         if len(ids) >= limit:
             raise RequestError(
-                f"a prompt of {len(ids)} tokens leaves no room to generate: sequences have at most max_model_len={limit} "
-                f"tokens here ({-(-limit // self.spec.page_size)} of the pool's {self.spec.num_pages} pages of "
-                f"{self.spec.page_size}). Shorten it, or raise max_model_len or num_pages"
+                f"a prompt of {len(ids)} tokens leaves no room to generate: sequences have at most "
+                f"max_model_len={limit} tokens here ({-(-limit // self.spec.page_size)} of the pool's "
+                f"{self.spec.num_pages} pages of {self.spec.page_size}); shorten it, or raise max_model_len or "
+                "num_pages"
             )
         stop = set(params.stop_token_ids)
         if not params.ignore_eos:
@@ -426,9 +440,9 @@ class LLM:
         for commands in early:
             self._flush(commands)
         inputs = pack_inputs(plan, self._pack(last), bucket, self.spec.max_seqs)
-        compiled_before = run_step._cache_size()
+        compiled_before = num_programs()
         self._cache, packed = run_step(self._graphdef, self._state, self._cache, inputs, bucket)
-        self._num_compilations += run_step._cache_size() - compiled_before
+        self._num_compilations += num_programs() - compiled_before
         result = StepResult.unpack(np.asarray(packed), bucket)
         assert not result.oom, "a planned step ran out of pages"
         return result
@@ -446,8 +460,8 @@ class LLM:
         self._cache = pages.poison(self._cache, mask)
 
     def _bucket(self, plan: StepPlan) -> Bucket:
-        """The cheapest program for a plan. Decode's reads a sequence's pages once for each of its tokens, which pays for decode
-        and for short prompts."""
+        """The cheapest program for a plan. Decode's reads a sequence's pages once for each of its tokens, which
+        pays for decode and for short prompts."""
         tokens_read = sum(row.num_tokens * (row.start + row.num_tokens) for row in plan.rows if not row.is_decode)
         return next(
             b

@@ -21,4 +21,6 @@ class ModelError(ValueError):
 
 
 class RequestError(ValueError):
-    """A request that can never run; nothing has changed, and others go on. Names the value, the limit and the way out."""
+    """A request that can never run; nothing has changed, and others go on. Names the value, the limit and the way
+    out.
+    """

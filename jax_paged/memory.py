@@ -43,8 +43,8 @@ def plan_pool(
 
     Args:
       config: the model's, with num_layers, num_kv_heads, head_dim and max_model_len.
-      num_pages: None takes what `max_seqs` of the longest sequences could use, within 90% of an accelerator's free memory,
-        or on CPU a quarter of what is free and 1 GiB.
+      num_pages: None takes what `max_seqs` of the longest sequences could use, within 90% of an accelerator's free
+        memory, or on CPU a quarter of what is free and 1 GiB.
       max_model_len: tokens; None is the model's, or what the pool holds if that is less.
       page_size, max_seqs, dtype: as in `CacheSpec`.
 
@@ -72,14 +72,14 @@ def plan_pool(
         raise ValueError(f"{num_pages=} must be at least 1, or None to size the pool from the memory there is")
     if num_pages * page_bytes > free:
         raise ValueError(
-            f"a pool of {num_pages:,} pages takes {num_pages * page_bytes / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are free; "
-            f"at most num_pages={free // page_bytes:,} fit, or None to size it from the memory there is"
+            f"a pool of {num_pages:,} pages takes {num_pages * page_bytes / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are "
+            f"free; at most num_pages={free // page_bytes:,} fit, or None to size it from the memory there is"
         )
     capacity = num_pages * page_size
     if max_model_len is not None and capacity < max_model_len:
         raise ValueError(
-            f"a pool of {num_pages} pages of {page_size} holds {capacity} tokens, less than {max_model_len=}; raise num_pages "
-            f"to {-(-max_model_len // page_size)} or lower max_model_len"
+            f"a pool of {num_pages} pages of {page_size} holds {capacity} tokens, less than {max_model_len=}; raise "
+            f"num_pages to {-(-max_model_len // page_size)} or lower max_model_len"
         )
     longest = min(longest, capacity)
     if longest < 2:

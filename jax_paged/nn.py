@@ -1,7 +1,8 @@
 """Paged attention as a Flax layer, for this library's models and for other people's.
 
-A model takes `(tokens, cache, batch)` and returns `(hidden, cache)`. In its layers, where plain attention stood, it calls
-`PagedAttention`, which writes the new keys and values into the pool and attends to everything its sequence has there.
+A model takes `(tokens, cache, batch)` and returns `(hidden, cache)`. In its layers, where plain attention stood, it
+calls `PagedAttention`, which writes the new keys and values into the pool and attends to everything its sequence
+has there.
 """
 
 from typing import Any
@@ -16,11 +17,11 @@ from jax_paged.kernels import api as kernels
 __all__ = ["Batch", "PagedAttention", "attend", "make_batch"]
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode, kw_only=True):
     """Which tokens one step computes: sequences back to back, each with its newest tokens. Made by `make_batch`.
 
-    A *row* is a sequence; where `one_token_rows` is set, each token is a row of its own, and attention need not deal with more.
+    A *row* is a sequence; where `one_token_rows` is set, each token is a row of its own, and attention need not
+    deal with more.
     """
 
     positions: jax.Array  # i32[num_tokens], of each token in its sequence; 0 for padding

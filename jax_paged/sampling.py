@@ -12,8 +12,7 @@ __all__ = ["SamplingParams", "SamplingRows", "sample"]
 _LANES = 256
 
 
-@struct.dataclass
-class SamplingRows:
+class SamplingRows(struct.PyTreeNode, kw_only=True):
     """What sampling needs to know of each row; padding may hold anything finite."""
 
     temperature: jax.Array  # f32[rows]; 0: greedy
@@ -26,8 +25,8 @@ class SamplingRows:
 def sample(logits: jax.Array, rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
     """Chooses a token a row.
 
-    The random number of a row is a function of (seed, sample_index, position) alone, so a request draws the same tokens in
-    whatever batch it runs.
+    The random number of a row is a function of (seed, sample_index, position) alone, so a request draws the same
+    tokens in whatever batch it runs.
 
     Args:
       logits: f32[rows, vocab_size].
@@ -77,8 +76,8 @@ def _uniform(rows: SamplingRows) -> jax.Array:
 def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """The first index at which the running sum of the weights exceeds `uniform` of their total.
 
-    One random number a row instead of one a token (as the Gumbel trick takes), and running sums over blocks first, then within
-    the chosen block. An index of weight 0 is never chosen.
+    One random number a row instead of one a token (as the Gumbel trick takes), and running sums over blocks first,
+    then within the chosen block. An index of weight 0 is never chosen.
     """
     num_rows, size = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -size % _LANES))).reshape(num_rows, -1, _LANES)

@@ -108,7 +108,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The pages a row takes: `num_pages`, from table entry `first` on; the first replaces `shared_page`, a copy of it."""
+    """The pages a row takes: `num_pages`, from table entry `first` on; the first replaces `shared_page`, a copy of
+    it.
+    """
 
     first: int
     num_pages: int
@@ -144,17 +146,17 @@ _NO_HIT = _Hit(0, [], None, None)
 class Scheduler:
     """Continuous batching over a paged pool and a prefix tree.
 
-    Running sequences come first, by priority and arrival. Each decode takes one token of `max_batch_tokens`; prefills share
-    what is left; then waiting sequences are admitted. When pages run out, unlocked leaves of the tree go; then, of the
-    sequences behind the needy one, the one that loses least is set aside. The first in line is never set aside, and fits the
-    pool alone, so it always moves on and nothing can deadlock.
+    Running sequences come first, by priority and arrival. Each decode takes one token of `max_batch_tokens`;
+    prefills share what is left; then waiting sequences are admitted. When pages run out, unlocked leaves of the
+    tree go; then, of the sequences behind the needy one, the one that loses least is set aside. The first in line
+    is never set aside, and fits the pool alone, so it always moves on and nothing can deadlock.
 
     Args:
       num_pages, page_size, max_seqs: the pool's.
       max_batch_tokens: tokens a step; at least `max_seqs`.
       tree: the prefix tree; None turns reuse off.
-      schedule: who of the waiting goes first: "fcfs", the first come; "lpm", the longest cached prefix, unless many later
-        ones have overtaken someone (Zheng et al. 2023, arXiv 2312.07104, section 3 has lpm).
+      schedule: who of the waiting goes first: "fcfs", the first come; "lpm", the longest cached prefix, unless many
+        later ones have overtaken someone (Zheng et al. 2023, arXiv 2312.07104, section 3 has lpm).
       partial_hits: reuse a page of which only the first tokens agree, by copying it.
     """
 
@@ -223,7 +225,9 @@ class Scheduler:
     # --- Planning a step ---
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None with nothing to do. Page commands so far are in it, and `self.commands` is empty after."""
+        """The next step, or None with nothing to do. Page commands so far are in it, and `self.commands` is empty
+        after.
+        """
         if not self.has_work():
             return None
         rows = self._continue_running()
@@ -290,15 +294,12 @@ class Scheduler:
           Whether it could; if not, nothing has changed.
         """
         for hit in self._hits(seq):
-            nodes = [node for node in (hit.node, hit.partial_node) if node is not None]
-            for node in nodes:
-                self.tree.lock(node)
+            self._lock(hit.node, hit.partial_node)
             needed = self._num_pages(seq.num_tokens) - len(hit.pages) + (hit.partial_node is not None)
             evictable = self.tree.evictable_pages if self.tree is not None else 0
             if promised + needed <= self.ledger.num_free + evictable:
                 break
-            for node in nodes:
-                self.tree.unlock(node)
+            self._unlock(hit.node, hit.partial_node)
         else:
             return False
         self.waiting.remove(seq)
@@ -313,7 +314,8 @@ class Scheduler:
         return True
 
     def _hits(self, seq: Sequence) -> list[_Hit]:
-        """The ways to start a sequence, best first. Its last token is left out: it must be computed to be sampled after.
+        """The ways to start a sequence, best first. Its last token is left out: it must be computed to be sampled
+        after.
 
         Copying a page that agrees in part takes one page more than the sequence, which the pool may not have.
         """
@@ -351,7 +353,9 @@ class Scheduler:
         return sorted(line[:_LPM_WINDOW], key=key) + line[_LPM_WINDOW:]
 
     def _prefix_is_being_computed(self, seq: Sequence) -> bool:
-        """Whether a running prefill is about to fill a page that this sequence could then share instead of computing it."""
+        """Whether a running prefill is about to fill a page that this sequence could then share instead of
+        computing it.
+        """
         if self.tree is None:
             return False
         prefills = [r for r in self.running if r.num_uncomputed > 1 and r.request.namespace == seq.request.namespace]
@@ -368,13 +372,15 @@ class Scheduler:
         return -(-num_tokens // self.page_size)
 
     def _pages_to_grow(self, seq: Sequence, num_tokens: int) -> int:
-        """Pages that a sequence takes for its next tokens. At most: it may turn out that it need not copy its last page."""
+        """Pages that a sequence takes for its next tokens. At most: it may turn out that it need not copy its last
+        page.
+        """
         copies = seq.num_computed % self.page_size and self.ledger.ref_counts[seq.pages[-1]] > 1
         return self._num_pages(seq.num_computed + num_tokens) - len(seq.pages) + bool(copies)
 
     def _growths(self, rows: list[Row]) -> list[Growth]:
-        """The pages each row takes, by the rule of `cache.extend`: of the holders of a page who write to it in one step, all copy
-        it, but for the first if there is no other holder."""
+        """The pages each row takes, by the rule of `cache.extend`: of the holders of a page who write to it in one
+        step, all copy it, but for the first if there is no other holder."""
         writers: dict[int, int] = {}
         for row in rows:
             if row.start % self.page_size:
@@ -429,22 +435,27 @@ class Scheduler:
     def _detach(self, seq: Sequence) -> None:
         assert seq.slot is not None
         self._insert(seq)
-        self._unlock(seq)
+        self._unlock(seq.node, seq.partial_node)
+        seq.node = seq.partial_node = None
         self.ledger.release(seq.pages)
         self.commands.free_slot(seq.slot)
         self.free_slots.append(seq.slot)
         self.running.remove(seq)
         seq.slot, seq.pages, seq.num_computed = None, [], 0
 
-    def _unlock(self, seq: Sequence) -> None:
-        for node in (seq.node, seq.partial_node):
-            if node is not None:
+    def _lock(self, *nodes: Any) -> None:
+        for node in nodes:
+            if node is not None and self.tree is not None:
+                self.tree.lock(node)
+
+    def _unlock(self, *nodes: Any) -> None:
+        for node in nodes:
+            if node is not None and self.tree is not None:
                 self.tree.unlock(node)
-        seq.node = seq.partial_node = None
 
     def _insert(self, seq: Sequence) -> None:
-        """Gives the tree a sequence's full pages. Where the tree has the same tokens in another page, the sequence changes over
-        to that one and its own is freed."""
+        """Gives the tree a sequence's full pages. Where the tree has the same tokens in another page, the sequence
+        changes over to that one and its own is freed."""
         num_pages = seq.num_computed // self.page_size
         if self.tree is None or num_pages == 0:
             return
@@ -459,9 +470,8 @@ class Scheduler:
             self.ledger.release([own])
             seq.pages[index] = page
             self.commands.points[seq.slot, index] = page
-        self.tree.lock(inserted.node)
-        if seq.node is not None:
-            self.tree.unlock(seq.node)
+        self._lock(inserted.node)
+        self._unlock(seq.node)
         seq.node = inserted.node
 
     # --- Taking a step's results in ---
@@ -491,9 +501,8 @@ class Scheduler:
             seq = row.seq
             seq.num_computed += row.num_tokens
             self.counts["computed_prefill_tokens"] += 0 if row.is_decode else row.num_tokens
-            if seq.partial_node is not None:  # its page has been copied
-                self.tree.unlock(seq.partial_node)
-                seq.partial_node = None
+            self._unlock(seq.partial_node)  # its page has been copied
+            seq.partial_node = None
             if not row.is_decode:
                 self._insert(seq)
             if row.samples:

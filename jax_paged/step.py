@@ -3,7 +3,7 @@
 What goes in is a handful of padded arrays, what comes out is the cache and one array of integers.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,14 @@ __all__ = [
     "StepInputs",
     "StepResult",
     "apply_commands",
+    "num_programs",
     "pack_commands",
     "pack_inputs",
     "run_step",
 ]
+
+
+type Array = Any  # numpy's outside jit, jax's inside
 
 
 class Bucket(NamedTuple):
@@ -37,30 +41,28 @@ class Bucket(NamedTuple):
     one_token_rows: bool  # see `nn.Batch`
 
 
-@struct.dataclass
-class PageCommands:
+class PageCommands(struct.PyTreeNode, kw_only=True):
     """`scheduler.Commands` as arrays; `capacity` entries each, padded with indices past the end."""
 
-    retain: jax.Array  # i32[capacity], page ids
-    release: jax.Array  # i32[capacity], page ids
-    free_slots: jax.Array  # bool[max_seqs]
-    points: jax.Array  # i32[3, capacity]: slots, table indices, page ids
-    lengths: jax.Array  # i32[max_seqs], tokens; -1: as it is
-    any: jax.Array  # bool[], whether there is anything to do
+    retain: Array  # i32[capacity], page ids
+    release: Array  # i32[capacity], page ids
+    free_slots: Array  # bool[max_seqs]
+    points: Array  # i32[3, capacity]: slots, table indices, page ids
+    lengths: Array  # i32[max_seqs], tokens; -1: as it is
+    any: Array  # bool[], whether there is anything to do
 
 
-@struct.dataclass
-class StepInputs:
+class StepInputs(struct.PyTreeNode, kw_only=True):
     """What a step is told."""
 
     commands: PageCommands
-    tokens: jax.Array  # i32[num_tokens], the rows back to back
-    slots: jax.Array  # i32[num_rows], ascending; max_seqs for padding
-    q_lens: jax.Array  # i32[num_rows]
-    temperature: jax.Array  # f32[num_rows]
-    seed: jax.Array  # u32[num_rows]
-    sample_index: jax.Array  # i32[num_rows]
-    logprobs: jax.Array  # bool[], whether any row wants them
+    tokens: Array  # i32[num_tokens], the rows back to back
+    slots: Array  # i32[num_rows], ascending; max_seqs for padding
+    q_lens: Array  # i32[num_rows]
+    temperature: Array  # f32[num_rows]
+    seed: Array  # u32[num_rows]
+    sample_index: Array  # i32[num_rows]
+    logprobs: Array  # bool[], whether any row wants them
 
 
 class StepResult(NamedTuple):
@@ -111,7 +113,8 @@ def _run_step(
       bucket: static; the sizes of `inputs`.
 
     Returns:
-      The cache, and a `StepResult` packed into i32[2 * num_rows + max_new_pages + 2], so that one transfer brings all of it.
+      The cache, and a `StepResult` packed into i32[2 * num_rows + max_new_pages + 2], so that one transfer brings
+      all of it.
     """
     model = nnx.merge(graphdef, state)
     cache = _apply_commands(cache, inputs.commands)
@@ -135,6 +138,11 @@ def _run_step(
 # Engines of the same model and sizes share their programs.
 run_step = jax.jit(_run_step, static_argnames=("graphdef", "bucket"), donate_argnames="cache")
 apply_commands = jax.jit(_apply_commands, donate_argnames="cache")
+
+
+def num_programs() -> int:
+    """How many step programs have been compiled so far."""
+    return int(cast(Any, run_step)._cache_size())
 
 
 def _padded(values: Any, size: int, fill: int | float, dtype: Any = np.int32) -> np.ndarray:

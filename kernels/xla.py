@@ -107,8 +107,8 @@ def _decode(
     num_kv_heads = num_kv_heads_twice // 2
     pages_per_block = _pages_per_block(_DECODE_BLOCK_TOKENS, page_size, page_indices.shape[1])
 
-    # Keys and values are gathered a (token, head) at a time, straight into the order that makes one batched product of all rows
-    # and KV heads: [rows * num_kv_heads, tokens, head_dim].
+    # Keys and values are gathered a (token, head) at a time, straight into the order that makes one batched product
+    # of all rows and KV heads: [rows * num_kv_heads, tokens, head_dim].
     vectors = kv_pages.reshape(-1, head_dim)
     head = 2 * jnp.arange(num_kv_heads)[:, None]
     q = q.astype(options.dot_dtype).reshape(num_rows * num_kv_heads, -1, head_dim)

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jax_paged as jp
+from jax_paged.cache import _copy_pages
 
 
-def make_cache(num_pages: int, page_size: int, max_seqs: int = 4, max_pages_per_seq: int | None = None) -> jp.PagedCache:
+def make_cache(
+    num_pages: int, page_size: int, max_seqs: int = 4, max_pages_per_seq: int | None = None
+) -> jp.PagedCache:
     spec = jp.CacheSpec(
         num_layers=2,
         num_kv_heads=1,
@@ -188,7 +191,8 @@ def test_padding_ids_slots_and_tokens_change_nothing():
     assert_same(jp.retain(cache, padding), cache)
     assert_same(jp.release(cache, padding), cache)
     new = jnp.full((4, 1, 2), 7.0)
-    for slots, positions in ((jnp.array([4, -1, 9, 1]), jnp.zeros(4, jnp.int32)), (jnp.zeros(4, jnp.int32), jnp.array([3, -1, 4, 99]))):
+    zeros = jnp.zeros(4, jnp.int32)
+    for slots, positions in ((jnp.array([4, -1, 9, 1]), zeros), (zeros, jnp.array([3, -1, 4, 99]))):
         assert_same(jp.write_kv(cache, 0, new, new, slots, positions), cache)
 
 
@@ -282,10 +286,9 @@ def test_page_copies_are_right_for_neighbouring_pages():
     # XLA has mistaken shifted copies within one buffer for copies in place.
     for offset in (-1, 1, 2):
         cache = make_cache(6, 4)
-        cache = cache.replace(kv_pages=tuple(jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(cache.kv_pages)))
+        layers = [jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(cache.kv_pages)]
+        cache = cache.replace(kv_pages=tuple(layers))
         src = jnp.array([2, 3, 1, 4])
-        from jax_paged.cache import _copy_pages
-
         copied = jax.jit(_copy_pages, donate_argnums=0)(jax.tree.map(jnp.copy, cache), src, src + offset, 2)
         for before, after in zip(cache.kv_pages, copied.kv_pages):
             expected = np.array(before)
@@ -307,7 +310,8 @@ def test_page_copies_are_right_for_neighbouring_pages():
     ],
 )
 def test_a_spec_that_cannot_be_is_refused(change: dict, match: str):
-    sizes = dict(num_layers=1, num_kv_heads=1, head_dim=2, num_pages=4, page_size=2, max_seqs=2, max_pages_per_seq=4)
+    names = ("num_layers", "num_kv_heads", "head_dim", "num_pages", "page_size", "max_seqs", "max_pages_per_seq")
+    sizes = dict.fromkeys(names, 2)
     with pytest.raises(ValueError, match=match):
         jp.CacheSpec(**(sizes | change))
 
@@ -376,7 +380,8 @@ class PageOperations(RuleBasedStateMachine):
         return len({id(page) for row in [*pages, list(self.tree.values())] for page in row})
 
     def holders(self, page: Page) -> int:
-        return sum(page is other for row in self.pages for other in row) + sum(page is other for other in self.tree.values())
+        rows = [*self.pages, list(self.tree.values())]
+        return sum(page is other for row in rows for other in row)
 
     def grow(self, op, num_new: list[int], *args) -> None:
         """Runs `op`, which grows slots, and the model's growth: sequence by sequence, each copying before it writes."""
@@ -386,7 +391,8 @@ class PageOperations(RuleBasedStateMachine):
             if num_new[slot] and lens[slot] % SIZE:
                 page = pages[slot][-1]
                 others = sum(page is p for row in pages for p in row) + sum(page is p for p in self.tree.values()) - 1
-                writers = [s for s in range(SLOTS) if num_new[s] and lens[s] % SIZE and self.pages[s] and self.pages[s][-1] is page]
+                writing = [s for s in range(SLOTS) if num_new[s] and lens[s] % SIZE]
+                writers = [s for s in writing if self.pages[s][-1] is page]
                 if others and not (slot == writers[0] and len(writers) == self.holders(page)):
                     pages[slot][-1] = Page(page.values[: lens[slot] % SIZE])
                     fresh.append(pages[slot][-1])

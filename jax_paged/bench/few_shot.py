@@ -49,6 +49,5 @@ def main(loaded: "LoadedModel", as_json: bool = False) -> None:
         print(json.dumps(result))
         return
     print(f"{NUM_REQUESTS} requests of {SHARED} shared and {OWN} own tokens, {OUT} out")
-    print(
-        f"with the prefix cache {result['with_s']:.1f} s, without {result['without_s']:.1f} s: ratio {result['ratio']:.2f}"
-    )
+    seconds = f"with the prefix cache {result['with_s']:.1f} s, without {result['without_s']:.1f} s"
+    print(f"{seconds}: ratio {result['ratio']:.2f}")

@@ -1,7 +1,7 @@
 """How far an engine step is from its floor.
 
-The floor of a step is what no engine can spare: the model's matrix products on the same rows, and one read of the KV that the
-rows attend to (timed as a copy). A step is everything from the scheduler's plan to the sampled tokens.
+The floor of a step is what no engine can spare: the model's matrix products on the same rows, and one read of the
+KV that the rows attend to (timed as a copy). A step is everything from the scheduler's plan to the sampled tokens.
 """
 
 import json

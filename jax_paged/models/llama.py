@@ -32,7 +32,9 @@ def rms_norm(x: jax.Array, weight: nnx.Param[jax.Array], eps: float) -> jax.Arra
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns component i of each head against component i + head_dim / 2. x: [tokens, heads, head_dim]; cos, sin: [tokens, 1, half]."""
+    """Turns component i of each head against component i + head_dim / 2. x: [tokens, heads, head_dim]; cos, sin:
+    [tokens, 1, half].
+    """
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
@@ -41,22 +43,23 @@ class Block(nnx.Module):
     """One decoder layer."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: dict[str, np.ndarray]) -> None:
-        def stack(*names: str) -> nnx.Param[jax.Array] | None:
-            parts = [weights.get(f"layers.{layer}.{name}") for name in names]
-            found = [p for p in parts if p is not None]
-            return nnx.Param(jnp.asarray(np.concatenate(found))) if found else None
+        def stack(*names: str) -> nnx.Param[jax.Array]:
+            return nnx.Param(jnp.asarray(np.concatenate([weights[f"layers.{layer}.{name}"] for name in names])))
+
+        def bias(*names: str) -> nnx.Param[jax.Array] | None:
+            return stack(*names) if f"layers.{layer}.{names[0]}" in weights else None
 
         self.config = config
         self.attn_norm = stack("attn_norm")
         self.qkv = stack("q", "k", "v")
-        self.qkv_bias = stack("q_bias", "k_bias", "v_bias")
+        self.qkv_bias = bias("q_bias", "k_bias", "v_bias")
         self.o = stack("o")
-        self.o_bias = stack("o_bias")
+        self.o_bias = bias("o_bias")
         self.mlp_norm = stack("mlp_norm")
         self.gate_up = stack("gate", "up")
-        self.gate_up_bias = stack("gate_bias", "up_bias")
+        self.gate_up_bias = bias("gate_bias", "up_bias")
         self.down = stack("down")
-        self.down_bias = stack("down_bias")
+        self.down_bias = bias("down_bias")
         self.sliding_window = config.sliding_windows[layer]
 
     def __call__(
@@ -89,8 +92,8 @@ class Llama(nnx.Module):
 
     Args:
       config: its sizes.
-      weights: by the names of `jax_paged.models.load`, all in one dtype, which the computation then has; norms, softmax and the
-        residual stream are float32.
+      weights: by the names of `jax_paged.models.load`, all in one dtype, which the computation then has; norms,
+        softmax and the residual stream are float32.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, np.ndarray]) -> None:
@@ -111,7 +114,8 @@ class Llama(nnx.Module):
           The normalised last hidden states, dtype[num_tokens, hidden_size], for `logits`, and the cache.
         """
         angles = batch.positions[:, None, None].astype(jnp.float32) * rope_frequencies(self.config)
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        # Once a step; XLA would compute them anew, in code of some length, in every layer that uses them.
+        cos, sin = jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
         x = self.embed[...][tokens].astype(jnp.float32)
         kv_pages = []
         for block, pages in zip(self.blocks, cache.kv_pages):

@@ -1,0 +1,67 @@
+"""Self-consistency (Wang et al. 2022, arXiv 2203.11171): sample several ways to an answer and let the majority decide.
+
+Eight samples of one prompt run as one batch, with the prefix cache and without it (each in a namespace of its own, where
+requests share nothing). With it, the prompt is computed once. Samples differ by their seeds.
+"""
+
+import re
+import time
+from collections import Counter
+
+import jax_paged as jp
+
+PROMPT = """Question: There are 3 birds on a tree. Then 4 more birds come. How many birds are there?
+Answer: First there are 3 birds. Then 4 come. 3 + 4 = 7. The answer is 7.
+
+Question: Mary had 9 cookies and ate 2 of them. How many cookies are left?
+Answer: First there are 9 cookies. Then 2 are eaten. 9 - 2 = 7. The answer is 7.
+
+Question: A box holds 6 pens. Peter buys 2 boxes. How many pens does he have?
+Answer: One box holds 6 pens. There are 2 boxes. 6 * 2 = 12. The answer is 12.
+
+Question: Anna had 8 balloons and 3 of them burst. How many balloons are left?
+Answer: First there are 8 balloons. Then 3 burst. 8 - 3 = 5. The answer is 5.
+
+Question: Tom has 5 marbles. Then his sister gives him 3 more. How many marbles does he have?
+Answer:"""
+NUM_SAMPLES = 8
+
+print("loading the model and compiling")
+# Steps of at most 64 tokens, and as many sequences: then two programs do, one for prefill and one for decode.
+llm = jp.LLM("smollm2-135m", max_seqs=64, max_batch_tokens=64, num_pages=256)
+newline = llm.tokenizer.encode("\n")
+
+
+def run(share: bool) -> tuple[list[jp.RequestOutput], float]:
+    """The samples, and the seconds they took together."""
+    start = time.perf_counter()
+    for seed in range(NUM_SAMPLES):
+        params = jp.SamplingParams(temperature=0.7, max_tokens=40, seed=seed, stop_token_ids=newline)
+        llm.add_request(PROMPT, params, namespace="shared" if share else f"alone {seed}")
+    done = []
+    while llm.has_unfinished():
+        done += [output for output in llm.step() if output.finished]
+    return sorted(done, key=lambda output: output.request_id), time.perf_counter() - start
+
+
+llm.generate(PROMPT, jp.SamplingParams(max_tokens=2), namespace="warm-up")  # compiles both programs
+alone, seconds_alone = run(share=False)
+shared, seconds_shared = run(share=True)
+
+votes: Counter[str] = Counter()
+for output in shared:
+    text = output.outputs[0].text
+    answer = re.search(r"answer is (\d+)", text)
+    votes[answer[1] if answer else "none"] += 1
+    print(f"sample {output.request_id}:{text}")
+print(f"votes: {dict(votes)}; the majority says {votes.most_common(1)[0][0]}")
+
+num_prompt = sum(len(output.prompt_token_ids) for output in shared)
+num_cached = sum(output.num_cached_tokens for output in shared)
+print(f"{num_cached} of {num_prompt} prompt tokens from the cache")
+print(f"{seconds_shared:.2f} s with the prefix cache, {seconds_alone:.2f} s without")
+
+# The first sample computes the prompt, the others find all whole pages of it; the last token is always computed.
+assert all(output.num_cached_tokens == 0 for output in [shared[0], *alone])
+assert all(output.num_cached_tokens >= (len(output.prompt_token_ids) - 1) // 16 * 16 for output in shared[1:])
+assert len({tuple(output.outputs[0].token_ids) for output in shared}) > 1, "different seeds, the same sample"

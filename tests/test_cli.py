@@ -1,0 +1,100 @@
+"""The command line, as processes that a person would start."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for compiled programs, so that only the first run here compiles."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(plain_env: dict[str, str], cache_home: Path):
+    def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-m", "jax_paged.cli", *args],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**plain_env, "XDG_CACHE_HOME": str(cache_home)},
+        )
+
+    return run
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_generate_answers_paris_and_says_how_fast(run, cache_home: Path):
+    result = run("generate", "The capital of France is", "--max-tokens", "4")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(" Paris.")
+    assert re.search(r"KV pool: [\d,]+ pages of 16 tokens \([\d,]+ tokens, [\d,]+ MiB\), up to 8 sequences", result.stderr)
+    assert re.search(r"4 tokens, \d+\.\d tok/s, prompt \d+ tok/s, 0 of 5 prompt tokens from the cache", result.stderr)
+    assert list((cache_home / "jax-paged").rglob("*run_step*")), "compiled programs are kept"
+
+
+def test_json_gives_an_object_a_line_from_standard_input_and_a_file(run, tmp_path: Path):
+    (tmp_path / "prompts.txt").write_text("The capital of France is\n\n")
+    result = run("generate", "-", "--file", str(tmp_path / "prompts.txt"), "--json", "--max-tokens", "3", stdin="Water boils at")
+    assert result.returncode == 0, result.stderr
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert first["prompt"] == "Water boils at"
+    assert first["token_ids"] == [216, 33, 32]
+    assert second["text"].startswith(" Paris")
+    assert (second["prompt_tokens"], second["cached_tokens"], second["finish_reason"]) == (5, 0, "length")
+
+
+def test_chat_keeps_its_history_on_the_tree(run):
+    turns = "Hi, who are you?\nAnd again?\n/tree\n/stats\n/nonsense\n/reset\n/quit\n"
+    result = run("chat", "--max-tokens", "4", stdin=turns)
+    assert result.returncode == 0, result.stderr
+    cached = [int(n) for n in re.findall(r"(\d+) of \d+ prompt tokens from the cache", result.stderr)]
+    assert len(cached) == 2
+    assert cached[1] > cached[0]
+    assert "tokens" in result.stdout
+    assert re.search(r"hit_tokens +\d+", result.stdout)
+    assert "there is no command /nonsense" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generate", "x", "--model", "smollm"], r"there is no model 'smollm'.*smollm2-135m"),
+        (["generate", "x", "--page-size", "0"], r"--page-size=0 must be at least 1"),
+        (["generate", ""], r"the prompt is empty"),
+        (["generate"], r"no prompt: give one"),
+        (["generate", "x", "--temperature", "-1"], r"temperature=-1.0 must be >= 0; use 0 for greedy"),
+        (["generate", "x", "--file", "nowhere.txt"], r"nowhere.txt"),
+        (["generate", "x", "--num-pages", "99999999"], r"at most num_pages=[\d,]+ fit"),
+    ],
+)
+def test_a_callers_mistake_is_one_line_and_exit_code_2(run, args: list[str], message: str):
+    result = run(*args)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert re.fullmatch(rf"jax-paged: .*{message}.*\n", result.stderr), result.stderr
+
+
+def test_env_says_which_kernel_runs_and_why(run):
+    result = run("env")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"attention xla: no kernel is written for platform 'cpu'", result.stdout)
+    assert re.search(r"jax +\d+\.\d+", result.stdout)
+
+
+def test_help_does_not_import_jax_and_the_package_starts_no_backend():
+    code = "import sys, jax_paged.cli as c\ntry: c.main(['generate', '--help'])\nexcept SystemExit: pass\nprint('jax' in sys.modules)"
+    assert python(code).splitlines()[-1] == "False"
+    assert python("import sys, jax_paged as jp; jp.RadixTree; jp.SamplingParams; print('jax' in sys.modules)") == "False\n"
+    started = "import jax_paged as jp; jp.LLM; from jax._src import xla_bridge as b; print(b.backends_are_initialized())"
+    assert python(started) == "False\n"
