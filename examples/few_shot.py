@@ -1,6 +1,6 @@
-"""Few-shot prompting: eight questions behind the same worked examples, which are computed once.
+"""Few-shot prompting: six questions behind the same worked examples, which are computed once.
 
-All eight run as one batch, with the prefix cache and without it. Without means each in a namespace of its own, where
+All six run as one batch, with the prefix cache and without it. Without means each in a namespace of its own, where
 requests share nothing.
 """
 
@@ -16,16 +16,13 @@ Review: I loved every minute of this film and cried at the end. Verdict: positiv
 Review: The battery died after two days and nobody answers my mails. Verdict: negative
 Review: Great sound, easy to set up, and half the price of the others. Verdict: positive
 Review: The plot makes no sense and the actors look bored. Verdict: negative
-Review: Our room smelled of smoke and the shower did not work. Verdict: negative
 Review: Friendly staff, clean rooms and a wonderful view of the sea. Verdict: positive
-Review: The second book is even better than the first, I could not stop. Verdict: positive
-Review: It broke on the first day and they refused to give my money back. Verdict: negative
+Review: Our room smelled of smoke and the shower did not work. Verdict: negative
 """
 REVIEWS = [
     "The cake was delicious and everyone was so kind.", "Terrible service, we will never come back.",
     "A beautiful story, I want to see it again.", "The screen cracked within an hour.",
     "Fast delivery and excellent quality.", "Boring, far too long and badly written.",
-    "The best holiday we have ever had.", "The seats are dirty and the train is always late.",
 ]  # fmt: skip
 
 print("loading the model and compiling")
@@ -57,7 +54,7 @@ num_cached = sum(output.num_cached_tokens for output in shared)
 print(f"{num_cached} of {num_prompt} prompt tokens from the cache")
 print(f"{seconds_shared:.2f} s with the prefix cache, {seconds_alone:.2f} s without")
 
-# The first request computes the examples, the other seven find every whole page of them.
+# The first request computes the examples, the others find every whole page of them.
 num_shared = len(llm.tokenizer.encode(f"{EXAMPLES}Review:"))
 assert all(output.num_cached_tokens == 0 for output in [shared[0], *alone])
 assert all(output.num_cached_tokens >= num_shared // 16 * 16 for output in shared[1:])

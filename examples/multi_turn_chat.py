@@ -10,13 +10,12 @@ QUESTIONS = [
     "Hi! I would like to grow tomatoes on my balcony. What do I need? Please tell me about pots, soil and light.",
     "Thank you. How often should I water them in summer, and at which time of the day?",
     "Some of the leaves have become yellow. What could be the reason, and what should I do about it?",
-    "And when will I be able to eat the first ones?",
 ]
 
 print("loading the model and compiling")
 # Steps of at most 64 tokens, and as many sequences: then two programs do, one for prefill and one for decode.
 llm = jp.LLM("smollm2-135m", max_seqs=64, max_batch_tokens=64, num_pages=256)
-params = jp.SamplingParams(temperature=0, max_tokens=48)
+params = jp.SamplingParams(temperature=0, max_tokens=20)
 
 
 def seconds_to_first_token(output: jp.RequestOutput) -> float:

@@ -1,6 +1,6 @@
 """Self-consistency (Wang et al. 2022, arXiv 2203.11171): sample several ways to an answer and let the majority decide.
 
-Eight samples of one prompt run as one batch, with the prefix cache and without it (each in a namespace of its own, where
+Five samples of one prompt run as one batch, with the prefix cache and without it (each in a namespace of its own, where
 requests share nothing). With it, the prompt is computed once. Samples differ by their seeds.
 """
 
@@ -19,12 +19,9 @@ Answer: First there are 9 cookies. Then 2 are eaten. 9 - 2 = 7. The answer is 7.
 Question: A box holds 6 pens. Peter buys 2 boxes. How many pens does he have?
 Answer: One box holds 6 pens. There are 2 boxes. 6 * 2 = 12. The answer is 12.
 
-Question: Anna had 8 balloons and 3 of them burst. How many balloons are left?
-Answer: First there are 8 balloons. Then 3 burst. 8 - 3 = 5. The answer is 5.
-
 Question: Tom has 5 marbles. Then his sister gives him 3 more. How many marbles does he have?
 Answer:"""
-NUM_SAMPLES = 8
+NUM_SAMPLES = 5
 
 print("loading the model and compiling")
 # Steps of at most 64 tokens, and as many sequences: then two programs do, one for prefill and one for decode.
@@ -36,7 +33,7 @@ def run(share: bool) -> tuple[list[jp.RequestOutput], float]:
     """The samples, and the seconds they took together."""
     start = time.perf_counter()
     for seed in range(NUM_SAMPLES):
-        params = jp.SamplingParams(temperature=0.7, max_tokens=40, seed=seed, stop_token_ids=newline)
+        params = jp.SamplingParams(temperature=0.7, max_tokens=32, seed=seed, stop_token_ids=newline)
         llm.add_request(PROMPT, params, namespace="shared" if share else f"alone {seed}")
     done = []
     while llm.has_unfinished():

@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,9 +24,6 @@ __all__ = ["main"]
 _DEFAULT_MODEL = "smollm2-135m"
 # Sequences get at least this many tokens, so that short prompts of all lengths share their compiled programs.
 _MIN_MODEL_LEN = 2048
-# Prompts of so few tokens in all run through decode's program, eight tokens a step: sooner done than compiling
-# prefill's.
-_SHORT_PROMPTS = 96
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,9 +104,8 @@ def _generate(args: argparse.Namespace) -> None:
     tokenizer = _need_tokenizer(loaded)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     longest = max(map(len, ids)) + args.max_tokens
-    is_short = sum(map(len, ids)) <= _SHORT_PROMPTS
     max_seqs = args.max_seqs or min(64, max(8, len(prompts)))
-    llm = _make_llm(args, loaded, longest, max_seqs, max_batch_tokens=max_seqs if is_short else 512)
+    llm = _make_llm(args, loaded, longest, max_seqs)
     started = time.monotonic()
     if args.json:
         outputs = llm.generate(ids, params)
@@ -137,7 +132,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _stream(llm: "LLM", ids: list[int], params: "SamplingParams") -> "RequestOutput":
-    with _Waiting("compiling"):
+    with _Progress("compiling"):
         events = llm.stream(ids, params)
         event = next(events)
     print(event.text, end="", flush=True)
@@ -184,7 +179,7 @@ def _chat(args: argparse.Namespace) -> None:
     params = _sampling_params(args)
     loaded = _load(args)
     _need_tokenizer(loaded)
-    llm = _make_llm(args, loaded, _MIN_MODEL_LEN, args.max_seqs or 8, max_batch_tokens=512)
+    llm = _make_llm(args, loaded, _MIN_MODEL_LEN, args.max_seqs or 8)
     history = [{"role": "system", "content": args.system}] if args.system else []
     start = len(history)
     _note("/reset starts anew, /tree shows the prefix tree, /stats the counters, /quit ends")
@@ -265,28 +260,12 @@ def _env(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace) -> "LoadedModel":
-    """Reads the model while jax is being imported: one waits for the disk and numpy, the other for Python."""
+    """Reads the model, which is checked before jax, the slowest import, is waited for."""
     _check_sizes(args)
     from jax_paged.models.load import load
 
-    result: list[LoadedModel] = []
-    errors: list[BaseException] = []
-
-    def read(progress: Callable[[int, int], None]) -> None:
-        try:
-            result.append(load(args.model, args.dtype, progress))
-        except BaseException as error:  # raised again below, in the main thread
-            errors.append(error)
-
     with _Progress(f"loading {args.model}") as progress:
-        thread = threading.Thread(target=read, args=(progress,), daemon=True)
-        thread.start()
-        import jax_paged.engine  # noqa: F401
-
-        thread.join()
-    if errors:
-        raise errors[0]
-    return result[0]
+        return load(args.model, args.dtype, progress)
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
@@ -297,9 +276,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')}={value} must be at least 1")
 
 
-def _make_llm(
-    args: argparse.Namespace, loaded: "LoadedModel", longest: int, max_seqs: int, max_batch_tokens: int
-) -> "LLM":
+def _make_llm(args: argparse.Namespace, loaded: "LoadedModel", longest: int, max_seqs: int) -> "LLM":
     _configure_jax()
     from jax_paged.engine import LLM
 
@@ -311,7 +288,6 @@ def _make_llm(
         max_seqs=max_seqs,
         max_model_len=args.max_model_len
         or (min(room, loaded.config.max_model_len) if args.num_pages is None else None),
-        max_batch_tokens=max_batch_tokens,
         prefix_cache=not args.no_prefix_cache,
         dtype=args.dtype,
     )
@@ -348,7 +324,7 @@ def _note(text: str) -> None:
 
 
 class _Progress:
-    """A bar on standard error, if a person is there to see it. Called with (done, in all)."""
+    """A bar on standard error, if a person is there to see it. Called with (done, in all), if anyone knows."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -371,14 +347,6 @@ class _Progress:
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-class _Waiting(_Progress):
-    """The same for work that does not say how far it is: compiling a program."""
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        update = super().__enter__()
-        return update
 
 
 if __name__ == "__main__":

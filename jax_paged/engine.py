@@ -42,8 +42,10 @@ _log = logging.getLogger("jax_paged")
 # A product of fewer rows than this runs off a cliff in XLA's CPU code, and costs no less on a TPU or GPU.
 _MIN_ROWS = 8
 
-# Tokens of KV that a prefill may read by way of decode's program, one query at a time: a few short prompts.
-_MAX_REREAD = 1024
+# Tokens of KV that a prefill may read by way of decode's program, one query at a time.
+_MAX_REREAD = 8192
+# Prompt tokens for which no prefill program is compiled.
+_MAX_SMALL_PREFILL = 128
 
 type Prompt = str | AnySequence[int] | np.ndarray
 
@@ -144,6 +146,7 @@ class LLM:
         # Enough for the pages of one long sequence and of a full batch; more than that goes in several calls.
         self._capacity = self.spec.max_pages_per_seq + max_batch_tokens + max_seqs
         self._num_compilations = 0
+        self._has_prefilled = False  # whether a program for it has been compiled
         self._debug_checks, self._seed, self._clock = debug_checks, seed, clock
         self._requests: dict[int, Request] = {}
         self._texts: dict[Sequence, _Text] = {}
@@ -420,7 +423,7 @@ class LLM:
         self._scheduler.add(request)
 
     def _advance(self) -> list[RequestOutput]:
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(self._max_tokens())
         if plan is None:
             return []
         now = self._clock()
@@ -443,6 +446,7 @@ class LLM:
         compiled_before = num_programs()
         self._cache, packed = run_step(self._graphdef, self._state, self._cache, inputs, bucket)
         self._num_compilations += num_programs() - compiled_before
+        self._has_prefilled |= not bucket.one_token_rows
         result = StepResult.unpack(np.asarray(packed), bucket)
         assert not result.oom, "a planned step ran out of pages"
         return result
@@ -458,6 +462,16 @@ class LLM:
         mask = np.zeros(self.spec.num_pages, bool)
         mask[list(self._tree.pages() if self._tree is not None else ())] = True
         self._cache = pages.poison(self._cache, mask)
+
+    def _max_tokens(self) -> int | None:
+        """How many tokens the next step may have; None: as many as ever.
+
+        While no prefill program has been compiled and little is to be prefilled, decode's does it, some tokens a
+        step: that is sooner done than the compilation.
+        """
+        if self._has_prefilled or self._scheduler.num_pending() > _MAX_SMALL_PREFILL:
+            return None
+        return min(_power_of_two(len(self._scheduler.running) + 1), self._scheduler.max_batch_tokens)
 
     def _bucket(self, plan: StepPlan) -> Bucket:
         """The cheapest program for a plan. Decode's reads a sequence's pages once for each of its tokens, which

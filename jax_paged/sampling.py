@@ -58,8 +58,9 @@ def _argmax(logits: jax.Array) -> jax.Array:
 
 def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """Samples each row from the softmax of its logits over temperature."""
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    weights = jnp.exp(scaled - jnp.max(scaled, axis=1, keepdims=True))
+    # The largest is taken off before the division, which could overflow at temperatures near 0.
+    below = logits - jnp.max(logits, axis=1, keepdims=True)
+    weights = jnp.exp(below / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None])
     return _inverse_cdf(weights, _uniform(rows))
 
 
@@ -88,13 +89,14 @@ def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the running sum of each row first exceeds its target, and what of the target is left before that place.
+    """The first place of positive weight where the running sum exceeds the target, and what is left of that before it.
 
-    Rounding may leave the target at or above the total; then it is the last place of positive weight.
+    Rounding may leave the target at or above the total; then it is the last place of positive weight. The weight is
+    looked at too, since sums taken in different orders may grow by rounding where nothing was added.
     """
     ends = jnp.cumsum(weights, axis=1)
-    place = jnp.sum(ends <= target[:, None], axis=1, dtype=jnp.int32)
-    last = weights.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=1).astype(jnp.int32)
-    place = jnp.minimum(place, last)
+    above = (ends > target[:, None]) & (weights > 0)
+    last = weights.shape[1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=1)
+    place = jnp.where(jnp.any(above, axis=1), jnp.argmax(above, axis=1), last).astype(jnp.int32)
     before = jnp.take_along_axis(ends - weights, place[:, None], axis=1)[:, 0]
     return target - before, place

@@ -224,14 +224,19 @@ class Scheduler:
 
     # --- Planning a step ---
 
-    def plan(self) -> StepPlan | None:
+    def num_pending(self) -> int:
+        """Tokens of prompts, or of what was set aside, that are still to be computed."""
+        return sum(seq.num_uncomputed for seq in (*self.waiting, *self.running) if seq.num_uncomputed > 1)
+
+    def plan(self, max_tokens: int | None = None) -> StepPlan | None:
         """The next step, or None with nothing to do. Page commands so far are in it, and `self.commands` is empty
         after.
         """
         if not self.has_work():
             return None
-        rows = self._continue_running()
-        rows += self._admit(rows)
+        max_tokens = max_tokens or self.max_batch_tokens
+        rows = self._continue_running(max_tokens)
+        rows += self._admit(rows, max_tokens)
         assert rows, "sequences wait, and none can run"
         rows.sort(key=lambda row: row.seq.slot or 0)
         growths = self._growths(rows)
@@ -241,10 +246,10 @@ class Scheduler:
         self.counts["steps"] += 1
         return StepPlan(rows, growths, commands)
 
-    def _continue_running(self) -> list[Row]:
+    def _continue_running(self, max_tokens: int) -> list[Row]:
         """Rows for the sequences that are on their way, the first in line first."""
         self.running.sort(key=_line)
-        prefill_tokens = self.max_batch_tokens - sum(seq.num_uncomputed == 1 for seq in self.running)
+        prefill_tokens = max_tokens - sum(seq.num_uncomputed == 1 for seq in self.running)
         rows: list[Row] = []
         num_pages = 0
         for seq in list(self.running):
@@ -260,9 +265,9 @@ class Scheduler:
             rows.append(Row(seq, seq.num_computed, num_tokens))
         return rows
 
-    def _admit(self, rows: list[Row]) -> list[Row]:
+    def _admit(self, rows: list[Row], max_tokens: int) -> list[Row]:
         """Rows for waiting sequences, in order: none is passed over because a smaller one would fit."""
-        budget = self.max_batch_tokens - sum(row.num_tokens for row in rows)
+        budget = max_tokens - sum(row.num_tokens for row in rows)
         step_pages = sum(self._pages_to_grow(row.seq, row.num_tokens) for row in rows)
         promised = sum(self._pages_to_grow(seq, seq.num_uncomputed) for seq in self.running)
         admitted: list[Row] = []

@@ -1,0 +1,562 @@
+"""The engine on a tiny model, with its books checked and its pool poisoned after every step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+import tiny
+from hypothesis import strategies as st
+from tiny import alone, engine, greedy, prompt
+
+import jax_paged as jp
+from jax_paged.scheduler import Commands, StepPlan
+from jax_paged.step import pack_commands, pack_inputs, run_step
+
+# Other page sizes and pools: each of these is compiled anew.
+PAGES_OF_1: dict[str, Any] = {"page_size": 1, "num_pages": 64, "max_seqs": 4, "max_batch_tokens": 8, "max_model_len": 64}
+PAGES_OF_16: dict[str, Any] = {"page_size": 16, "num_pages": 6, "max_seqs": 4, "max_batch_tokens": 8, "max_model_len": 64}
+SIZES = [PAGES_OF_1, tiny.SIZES, PAGES_OF_16]
+
+
+def drive(llm: jp.LLM) -> dict[int, list[jp.RequestOutput]]:
+    """Steps until nothing is left to do or tell: the outputs of each request."""
+    outputs: dict[int, list[jp.RequestOutput]] = {}
+    while llm.has_unfinished():
+        for output in llm.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def tokens_of(output: jp.RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+def assert_baseline(llm: jp.LLM) -> None:
+    llm.check()
+    assert llm.reset_prefix_cache()
+    llm.check()
+    stats = llm.stats()
+    assert stats["free_pages"] == stats["num_pages"]
+    assert (stats["tree_pages"], stats["private_pages"]) == (0, 0)
+    assert not llm._requests
+    assert not llm._texts
+
+
+# --- The numbers are the model's ---
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"pages_of_{sizes['page_size']}")
+def test_g1_tokens_and_logprobs_are_those_of_the_dense_model(sizes: dict[str, Any]):
+    llm = engine(**sizes)
+    requests = [(prompt(length, seed=length), greedy(12, logprobs=0)) for length in (1, 3, 4, 5, 15, 16, 17, 33)]
+    for output in llm.generate(*map(list, zip(*requests))):
+        sample = output.outputs[0]
+        logits = tiny.logits(output.prompt_token_ids + sample.token_ids)[len(output.prompt_token_ids) - 1 : -1]
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        assert sample.token_ids == logits.argmax(-1).tolist()
+        np.testing.assert_allclose(sample.logprobs, logprobs.max(-1), atol=1e-4)
+        assert sample.cumulative_logprob == pytest.approx(sum(sample.logprobs))
+        assert sample.finish_reason == "length"
+    assert_baseline(llm)
+
+
+@pytest.mark.parametrize("partial_hits", [False, True])
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_a1_a_prompt_sent_twice_gives_the_same_and_computes_at_least_its_last_token(length: int, partial_hits: bool):
+    llm = engine(partial_hits=partial_hits)
+    first, second = (llm.generate(prompt(length), greedy())[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == (length - 1 if partial_hits else (length - 1) // 4 * 4)
+    assert tokens_of(first) == tokens_of(second) == alone(prompt(length), greedy())
+    stats = llm.stats()
+    assert stats["hit_tokens"] == second.num_cached_tokens
+    assert stats["computed_prefill_tokens"] == 2 * length - second.num_cached_tokens
+    assert_baseline(llm)
+
+
+@pytest.mark.parametrize("num_more", [1, 3, 4, 5])
+def test_d1_what_follows_a_hit_is_computed_at_its_place(num_more: int):
+    params = greedy(6, logprobs=0)
+    tokens = prompt(16) + prompt(num_more, seed=1)
+    cold = engine(prefix_cache=False).generate(tokens, params)[0]
+    llm = engine()
+    llm.generate(prompt(16), greedy(1))
+    warm = llm.generate(tokens, params)[0]
+    assert warm.num_cached_tokens == 16
+    assert tokens_of(warm) == tokens_of(cold)
+    np.testing.assert_allclose(warm.outputs[0].logprobs, cold.outputs[0].logprobs, atol=1e-5)
+
+
+def test_a7_a_prefix_that_was_evicted_and_overwritten_is_computed_again():
+    llm = engine(partial_hits=False)
+    first = llm.generate(prompt(40), greedy())[0]
+    llm.generate([prompt(80, seed=1), prompt(80, seed=2)], greedy())
+    again = llm.generate(prompt(40), greedy())[0]
+    assert llm.stats()["evicted_pages"] > 10
+    assert again.num_cached_tokens == 0
+    assert tokens_of(first) == tokens_of(again)
+    assert_baseline(llm)
+
+
+def test_c1_the_next_turn_finds_the_last_one_prompt_and_answer():
+    llm = engine()
+    first = llm.generate(prompt(20), greedy(10))[0]
+    tokens = prompt(20) + tokens_of(first) + prompt(10, seed=1)
+    second = llm.generate(tokens, greedy(10))[0]
+    assert second.num_cached_tokens == 29 // 4 * 4
+    assert tokens_of(second) == alone(tokens, greedy(10))
+    assert_baseline(llm)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_d2_requests_preempted_again_and_again_give_what_they_give_alone(prefix_cache: bool):
+    llm = engine(prefix_cache=prefix_cache)
+    prompts = [prompt(12, seed) for seed in range(5)]  # of 18 pages each, in a pool of 24
+    params = greedy(60)
+    outputs = llm.generate(prompts, params)
+    assert llm.stats()["preemptions"] >= 3
+    assert llm.stats()["generated_tokens"] == 5 * 60
+    for tokens, output in zip(prompts, outputs):
+        assert tokens_of(output) == alone(tokens, params)
+    assert_baseline(llm)
+
+
+def test_d3_seeded_samples_are_the_same_preempted_in_a_batch_or_alone():
+    params = jp.SamplingParams(temperature=1, seed=7, max_tokens=60)
+    llm = engine()
+    prompts = [prompt(12, seed) for seed in range(5)]
+    outputs = llm.generate(prompts, params)
+    assert llm.stats()["preemptions"] > 0
+    for tokens, output in zip(prompts, outputs):
+        assert tokens_of(output) == alone(tokens, params)
+    other = jp.SamplingParams(temperature=1, seed=8, max_tokens=60)
+    assert alone(prompts[0], other) != tokens_of(outputs[0])
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_engine():
+    params = jp.SamplingParams(temperature=1, max_tokens=20)
+    runs = [[tokens_of(o) for o in engine(seed=seed).generate([prompt(5)] * 3, params)] for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+    assert len({tuple(tokens) for tokens in runs[0] + runs[2]}) == 6
+
+
+def test_greedy_rows_do_not_change_beside_sampled_ones():
+    llm = engine()
+    params = [greedy(10, logprobs=0), jp.SamplingParams(temperature=1, seed=1, max_tokens=10)] * 2
+    prompts = [prompt(6, seed) for seed in range(4)]
+    outputs = llm.generate(prompts, params)
+    for tokens, options, output in zip(prompts, params, outputs):
+        assert tokens_of(output) == alone(tokens, options)
+    assert outputs[1].outputs[0].logprobs is None
+    assert len(outputs[0].outputs[0].logprobs) == 10
+
+
+REQUESTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "shared": st.sampled_from([0, 0, 3, 8, 17]),
+            "own": st.integers(1, 24),
+            "max_tokens": st.sampled_from([1, 4, 20]),
+            "temperature": st.sampled_from([0.0, 1.0]),
+            "steps": st.integers(0, 4),
+        }
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+@hypothesis.settings(max_examples=max(24, hypothesis.settings.default.max_examples // 4))
+@hypothesis.given(
+    sizes=st.sampled_from(SIZES),
+    requests=REQUESTS,
+    prefix_cache=st.sampled_from([True, True, False]),
+    partial_hits=st.booleans(),
+    schedule=st.sampled_from(["lpm", "fcfs"]),
+)
+def test_g3_any_run_gives_each_request_what_it_gives_alone(
+    sizes: dict[str, Any], requests: list[dict[str, Any]], **options: Any
+):
+    llm = engine(**sizes, **options)
+    expected = {}
+    for i, request in enumerate(requests):
+        tokens = prompt(request["shared"]) + prompt(request["own"], seed=i % 3 + 1)
+        params = jp.SamplingParams(temperature=request["temperature"], seed=i, max_tokens=request["max_tokens"])
+        expected[llm.add_request(tokens, params)] = alone(tokens, params, **sizes)
+        for _ in range(request["steps"]):
+            for output in llm.step():
+                assert tokens_of(output) == expected[output.request_id][: len(tokens_of(output))]
+                if output.finished:
+                    assert tokens_of(output) == expected.pop(output.request_id)
+    for request_id, outputs in drive(llm).items():
+        assert tokens_of(outputs[-1]) == expected.pop(request_id)
+    assert not expected
+    assert_baseline(llm)
+
+
+# --- One program a bucket, one pool ---
+
+
+@contextmanager
+def real_compilations() -> Iterator[list[str]]:
+    """The programs that XLA compiles, whoever asked for them."""
+    found: list[str] = []
+
+    def listen(event: str, duration: float, **details: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(str(details))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_compiles_after_warmup():
+    llm = engine(debug_checks=False)
+    llm.warmup()
+    before = llm.stats()["compilations"]
+    rng = np.random.default_rng(0)
+    with real_compilations() as compiled:
+        for i in range(200):
+            params = jp.SamplingParams(
+                temperature=float(i % 2), max_tokens=int(rng.integers(1, 20)), logprobs=0 if i % 3 else None
+            )
+            llm.add_request(prompt(int(rng.integers(0, 20))) + prompt(int(rng.integers(1, 50)), seed=i), params)
+            llm.step()
+        drive(llm)
+        llm.check()
+        llm.reset_prefix_cache()
+        llm.check()
+    assert compiled == []
+    assert llm.stats()["compilations"] == before
+    stats = llm.stats()
+    assert stats["preemptions"] > 0
+    assert stats["evicted_pages"] > 0
+    assert_baseline(llm)
+
+
+def test_the_compiled_step_holds_one_pool():
+    llm = engine()
+    for bucket in llm._buckets[::2]:
+        commands = pack_commands(Commands(), llm._capacity, llm.spec.num_pages, llm.spec.max_seqs)
+        inputs = pack_inputs(StepPlan([], [], Commands()), commands, bucket, llm.spec.max_seqs)
+        big = jp.CacheSpec(num_layers=2, num_kv_heads=2, head_dim=8, num_pages=20_000, page_size=4, max_seqs=4,
+                           max_pages_per_seq=24, dtype="float32")  # fmt: skip
+        cache = jax.eval_shape(lambda big=big: jp.init_cache(big))
+        lowered = run_step.lower(llm._graphdef, llm._state, cache, inputs, bucket)
+        memory = lowered.compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= big.pool_bytes
+        assert memory.temp_size_in_bytes < big.pool_bytes / 20
+
+
+def test_g2_a_step_writes_only_to_the_slots_of_its_tokens():
+    llm = engine(debug_checks=False, num_pages=24)
+    llm.generate([prompt(9, seed=1), prompt(14, seed=2)], greedy(3))  # leaves pages in the tree
+    llm.add_request(prompt(5, seed=3), greedy(20))
+    llm.add_request(prompt(9, seed=4), greedy(20))
+    for _ in range(8):
+        before = [np.array(layer) for layer in llm._cache.kv_pages]
+        lengths = {seq: seq.num_computed for seq in llm._scheduler.running}
+        llm.step()
+        untouched = np.ones((llm.spec.num_pages, llm.spec.page_size), bool)
+        for seq in llm._scheduler.running:
+            for position in range(lengths.get(seq, 0), seq.num_computed):
+                untouched[seq.pages[position // 4], position % 4] = False
+        assert 0 < (~untouched).sum() <= 16
+        for old, new in zip(before, llm._cache.kv_pages):
+            np.testing.assert_array_equal(old[untouched], np.asarray(new)[untouched])
+
+
+# --- Abort, streams, and engines that are closed ---
+
+
+@pytest.mark.parametrize("phase", ["queued", "between chunks", "decoding", "one token before the end", "after the end"])
+def test_e1_abort_gives_one_last_output_and_leaves_the_others_alone(phase: str):
+    llm = engine(max_seqs=4)
+    neighbour = llm.add_request(prompt(6, seed=1), greedy(30))
+    victim = llm.add_request(prompt(40, seed=2), greedy(6))
+    request = llm._requests[victim]
+    (seq,) = request.sequences
+    is_phase = {
+        "queued": lambda: True,
+        "between chunks": lambda: 0 < seq.num_computed < 40,
+        "decoding": lambda: seq.num_outputs == 2,
+        "one token before the end": lambda: seq.num_outputs == 5,
+        "after the end": lambda: request.finished,
+    }[phase]
+    seen: list[jp.RequestOutput] = []
+    while not is_phase():
+        seen += llm.step()
+    for _ in range(2):
+        llm.abort(victim)
+    llm.check()
+    outputs = seen + [output for more in drive(llm).values() for output in more]
+    (last,) = (output for output in outputs if output.request_id == victim and output.finished)
+    assert last.outputs[0].finish_reason == ("length" if phase == "after the end" else "abort")
+    assert tokens_of(last) == alone(prompt(40, seed=2), greedy(6))[: seq.num_outputs]
+    assert last.times.finished_s is not None
+    (other,) = (output for output in outputs if output.request_id == neighbour and output.finished)
+    assert tokens_of(other) == alone(prompt(6, seed=1), greedy(30))
+    assert_baseline(llm)
+
+
+def test_aborting_what_was_never_there_does_nothing():
+    llm = engine()
+    llm.abort(12345)
+    assert not llm.has_unfinished()
+    assert llm.step() == []
+
+
+def test_a_stream_yields_every_token_once():
+    llm = engine()
+    events = list(llm.stream(prompt(20), greedy(9)))
+    assert [event.token_id for event in events] == alone(prompt(20), greedy(9))
+    assert [event.output.finished for event in events] == [False] * 8 + [True]
+    assert events[-1].output.outputs[0].finish_reason == "length"
+    assert_baseline(llm)
+
+
+@pytest.mark.parametrize("num_events", [0, 1, 3])
+def test_a_stream_closed_early_ends_its_request(num_events: int):
+    llm = engine()
+    stream = llm.stream(prompt(20), greedy(9))
+    for _ in range(num_events):
+        next(stream)
+    stream.close()
+    assert not llm.has_unfinished()
+    assert_baseline(llm)
+
+
+def test_streams_read_in_turn_each_yield_every_token_once():
+    llm = engine()
+    prompts = [prompt(length, seed=length) for length in (3, 20, 9)]
+    streams = [llm.stream(tokens, greedy(4 + i)) for i, tokens in enumerate(prompts)]
+    events: list[list[jp.StreamEvent]] = [[], [], []]
+    while any(live := [next(stream, None) for stream in streams]):
+        for seen, event in zip(events, live):
+            seen += [event] if event else []
+    for i, tokens in enumerate(prompts):
+        assert [event.token_id for event in events[i]] == alone(tokens, greedy(4 + i))
+        assert events[i][-1].output.finished
+    assert_baseline(llm)
+
+
+@pytest.mark.parametrize("num_events", [0, 2])
+def test_a_stream_whose_request_is_aborted_ends_with_that(num_events: int):
+    llm = engine()
+    stream = llm.stream(prompt(20), greedy(9))
+    events = [next(stream) for _ in range(num_events)]
+    assert len(llm._requests) <= 1
+    for request_id in list(llm._requests):
+        llm.abort(request_id)
+    if num_events:
+        events += stream
+        assert events[-1].output.outputs[0].finish_reason == "abort"
+        assert [event.token_id for event in events[:2]] == alone(prompt(20), greedy(9))[:2]
+        assert len(events) == 3
+    stream.close()
+    assert not llm.has_unfinished()
+    assert_baseline(llm)
+
+
+def test_generate_leaves_the_outputs_of_others_for_step():
+    llm = engine()
+    other = llm.add_request(prompt(5, seed=1), greedy(3))
+    llm.generate(prompt(5), greedy(20))
+    assert llm.has_unfinished()
+    (output,) = llm.step()
+    assert output.request_id == other
+    assert output.finished
+    assert tokens_of(output) == alone(prompt(5, seed=1), greedy(3))
+    assert not llm.has_unfinished()
+
+
+def test_leaving_a_with_block_ends_everything():
+    with engine() as llm:
+        for seed in range(6):
+            llm.add_request(prompt(20, seed), greedy(30))
+        for _ in range(4):
+            llm.step()
+    assert not llm.has_unfinished()
+    assert_baseline(llm)
+
+
+def test_an_error_inside_generate_ends_its_requests_and_only_those(monkeypatch: pytest.MonkeyPatch):
+    llm = engine()
+    other = llm.add_request(prompt(5, seed=1), greedy(3))
+    advance = llm._advance
+
+    def fails_later():
+        if llm.stats()["steps"] == 2:
+            raise KeyboardInterrupt
+        return advance()
+
+    monkeypatch.setattr(llm, "_advance", fails_later)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([prompt(30, seed) for seed in range(6)], greedy(20))
+    monkeypatch.undo()
+    assert list(llm._requests) == [other]
+    outputs = drive(llm)
+    assert tokens_of(outputs[other][-1]) == alone(prompt(5, seed=1), greedy(3))
+    assert list(outputs) == [other]
+    assert_baseline(llm)
+
+
+# --- Namespaces, weights, counters ---
+
+
+def test_f1_namespaces_share_no_pages():
+    llm = engine()
+    cached = [llm.generate(prompt(20), greedy(4), namespace=name)[0].num_cached_tokens for name in ("a", "b", "a", None)]
+    assert cached == [0, 0, 19, 0]
+    assert_baseline(llm)
+
+
+def test_f2_the_prefix_cache_is_not_reset_while_pages_are_in_use():
+    llm = engine()
+    llm.generate(prompt(20), greedy(4))
+    llm.add_request(prompt(20), greedy(4))
+    llm.step()
+    before = llm.stats()
+    assert llm.reset_prefix_cache() is False
+    assert llm.stats() == before
+    drive(llm)
+    assert llm.reset_prefix_cache() is True
+    assert llm.generate(prompt(20), greedy(4))[0].num_cached_tokens == 0
+    assert_baseline(llm)
+
+
+def test_without_a_prefix_cache_nothing_is_kept():
+    llm = engine(prefix_cache=False)
+    for _ in range(2):
+        assert llm.generate(prompt(20), greedy(4))[0].num_cached_tokens == 0
+    assert llm.tree is None
+    assert llm.stats()["free_pages"] == 24
+
+
+def test_stats_add_up_at_every_step():
+    llm = engine()
+    for seed in range(6):
+        llm.add_request(prompt(18, seed % 3), greedy(25))
+    while llm.has_unfinished():
+        llm.step()
+        stats = llm.stats()
+        assert stats["free_pages"] + stats["tree_pages"] + stats["private_pages"] == stats["num_pages"] == 24
+        assert min(stats.values()) >= 0
+    assert stats["query_tokens"] == 6 * 18
+    assert stats["generated_tokens"] == 6 * 25
+
+
+def test_times_come_from_the_clock_given():
+    ticks = iter(range(1000))
+    llm = engine(clock=lambda: float(next(ticks)))
+    times = llm.generate(prompt(20), greedy(3))[0].times
+    assert times.arrival_s < times.first_scheduled_s < times.first_token_s < times.finished_s
+
+
+# --- Ends and limits ---
+
+
+def test_stop_tokens_end_a_request_and_ignored_ones_do_not():
+    tokens = alone(prompt(9), greedy(20))
+    stop = tokens[5]
+    end = tokens.index(stop) + 1
+    llm = engine()
+    output = llm.generate(prompt(9), greedy(20, stop_token_ids=[stop]))[0].outputs[0]
+    assert (output.token_ids, output.finish_reason) == (tokens[:end], "stop")
+
+
+def test_a_sequence_may_fill_the_model_length_and_the_pool_exactly():
+    llm = engine()
+    output = llm.generate(prompt(95), greedy(None))[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (1, "length")
+    output = llm.generate(prompt(60), greedy(None))[0].outputs[0]
+    assert len(output.token_ids) == 36
+    assert output.token_ids == alone(prompt(60), greedy(36))
+    assert_baseline(llm)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], r"the prompt \[\] has no tokens; give at least one"),
+        ([1, 61], r"61 is not a token id of this model: 0 <= id < 61"),
+        ([-1], r"-1 is not a token id of this model"),
+        ([1.5], r"1.5 is not a token id of this model"),
+        ("text", r"a text prompt needs a tokenizer"),
+        (
+            list(range(60)) + list(range(36)),
+            r"a prompt of 96 tokens leaves no room to generate: .*max_model_len=96 .*24 of the pool's 24 pages of 4.*"
+            r"Shorten it, or raise max_model_len or num_pages",
+        ),
+    ],
+)
+def test_h1_a_prompt_that_can_never_run_is_refused_and_the_queue_goes_on(tokens: Any, message: str):
+    llm = engine()
+    other = llm.add_request(prompt(5), greedy(3))
+    llm.step()
+    before = llm.stats()
+    with pytest.raises(jp.RequestError, match=message):
+        llm.add_request(tokens)
+    with pytest.raises(ValueError, match=message):
+        llm.generate([prompt(5), tokens])
+    with pytest.raises(ValueError, match=message):
+        llm.stream(tokens)
+    assert llm.stats() == before
+    assert list(drive(llm)) == [other]
+    assert_baseline(llm)
+
+
+def test_generate_wants_as_many_params_as_prompts():
+    with pytest.raises(jp.RequestError, match="1 SamplingParams for 2 prompts"):
+        engine().generate([prompt(3), prompt(4)], [greedy()])
+
+
+def test_generate_takes_one_prompt_or_several_as_lists_or_arrays():
+    llm = engine()
+    expected = alone(prompt(5), greedy(2))
+    for given in (prompt(5), [prompt(5)], np.array(prompt(5)), np.array([prompt(5)]), [np.array(prompt(5), np.uint8)]):
+        (output,) = llm.generate(given, greedy(2))
+        assert tokens_of(output) == expected
+    assert llm.generate([], greedy(2)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_size": 0}, r"page_size=0 must be at least 1"),
+        ({"max_seqs": 0}, r"max_seqs=0 must be at least 1"),
+        ({"max_batch_tokens": 0}, r"max_batch_tokens=0 must be at least 1"),
+        ({"num_pages": 0}, r"num_pages=0 must be at least 1, or None"),
+        ({"max_batch_tokens": 3}, r"max_batch_tokens=3 must be at least max_seqs=4"),
+        ({"schedule": "random"}, r"schedule='random' is not one of lpm, fcfs"),
+        ({"max_model_len": 257}, r"max_model_len=257 must be from 2 to the model's 256 tokens"),
+        ({"max_model_len": 97}, r"a pool of 24 pages of 4 holds 96 tokens, less than max_model_len=97; raise num_pages to 25"),
+        ({"num_pages": 10**11}, r"a pool of 100,000,000,000 pages takes .* GiB, .* GiB are free; at most num_pages="),
+        ({"num_pages": 1, "page_size": 1, "max_model_len": None}, r"holds 1 token; it must hold at least 2"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_sizes_that_cannot_be_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        engine(**options)
+
+
+def test_a_pool_without_a_size_holds_the_longest_sequences_there_can_be():
+    llm = engine(num_pages=None, max_model_len=None)
+    assert llm.max_model_len == 256
+    assert llm.stats()["num_pages"] == 4 * 256 // 4
+
+
+def test_check_finds_a_page_that_was_lost():
+    llm = engine()
+    llm.generate(prompt(20), greedy(4))
+    llm._cache = llm._cache.replace(ref_counts=llm._cache.ref_counts.at[3].add(1))
+    with pytest.raises(jp.InvariantError, match="3"):
+        llm.check()
