@@ -189,11 +189,17 @@ def _point(cache: PagedCache, slots: jax.Array, indices: jax.Array, page_ids: ja
     return cache.replace(block_tables=cache.block_tables.at[slots, indices].set(page_ids, mode="drop"))
 
 
+@jax.jit
+def _copy_page(layer: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
+    """One page over another. Jitted, so that it is traced once for all layers."""
+    return jax.lax.dynamic_update_index_in_dim(layer, jax.lax.dynamic_index_in_dim(layer, src, 0), dst, 0)
+
+
 def _copy_pages(cache: PagedCache, src: jax.Array, dst: jax.Array, count: jax.Array) -> PagedCache:
     """Copies the first `count` of the page pairs, in every layer. A loop, since there is mostly nothing to copy."""
 
     def copy_one(i: jax.Array, kv_pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(layer.at[dst[i]].set(layer[src[i]]) for layer in kv_pages)
+        return tuple(_copy_page(layer, src[i], dst[i]) for layer in kv_pages)
 
     return cache.replace(kv_pages=jax.lax.fori_loop(0, count, copy_one, cache.kv_pages))
 
@@ -580,7 +586,7 @@ def check(cache: PagedCache, tree_pages: Iterable[int] = ()) -> None:
 
 @partial(jax.jit, donate_argnums=0)
 def poison(cache: PagedCache, tree_mask: jax.Array) -> PagedCache:
-    """Fills every free page and every unwritten token slot with NaN, so that a read of one shows. Debugging only.
+    """Fills every free page and every unwritten token slot with NaN (int8: 127), so that a read of one shows. Debugging only.
 
     Args:
       cache: the cache; donated.
@@ -591,4 +597,6 @@ def poison(cache: PagedCache, tree_mask: jax.Array) -> PagedCache:
     written_in_row = jnp.clip(cache.seq_lens[:, None] - starts, 0, size)
     written = jnp.where(tree_mask, size, 0).at[cache.block_tables].max(written_in_row, mode="drop")
     live = (jnp.arange(size) < written[:, None])[:, :, None, None]
-    return cache.replace(kv_pages=tuple(jnp.where(live, layer, jnp.nan) for layer in cache.kv_pages))
+    dtype = cache.kv_pages[0].dtype
+    hidden = jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
+    return cache.replace(kv_pages=tuple(jnp.where(live, layer, hidden) for layer in cache.kv_pages))

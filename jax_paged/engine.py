@@ -5,7 +5,8 @@ add_request -> scheduler.plan -> step.run (on the device) -> scheduler.commit ->
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,6 +153,7 @@ class LLM:
         self._texts: dict[Sequence, _Text] = {}
         self._next_id = 0
         self._undelivered: dict[int, RequestOutput] = {}
+        self._streams: dict[int, deque[RequestOutput]] = {}
 
     # --- One call for everything ---
 
@@ -187,11 +189,11 @@ class LLM:
         own = {request.request_id for request in requests}
         try:
             while len(done) < len(requests):
-                for output in self._advance():
-                    if output.request_id not in own:
-                        self._undelivered[output.request_id] = output
-                    elif output.finished:
-                        done[output.request_id] = output
+                outputs = self._advance()
+                self._deliver(output for output in outputs if output.request_id not in own)
+                done |= {
+                    output.request_id: output for output in outputs if output.request_id in own and output.finished
+                }
         finally:
             for request_id in own - done.keys():
                 self.abort(request_id)
@@ -206,24 +208,26 @@ class LLM:
         Raises:
           RequestError: it can never run.
         """
-        request = self._request(prompt, params or SamplingParams(), namespace)
-        self._enqueue(request)
-        return self._stream(request)
+        return self._stream(self._request(prompt, params or SamplingParams(), namespace))
 
     def _stream(self, request: Request) -> Iterator[StreamEvent]:
-        seen = num_tokens = 0
+        # Nothing is queued before the first event is asked for: closing a generator that never ran runs no `finally`.
+        outputs = self._streams[request.request_id] = deque()
+        self._enqueue(request)
+        num_chars = num_tokens = 0
+        finished = False
         try:
-            while not request.finished or num_tokens == 0:
-                for output in self._advance():
-                    if output.request_id != request.request_id:
-                        self._undelivered[output.request_id] = output
-                        continue
-                    sample = output.outputs[0]
-                    yield StreamEvent(sample.text[seen:], sample.token_ids[-1] if sample.token_ids else None, output)
-                    seen, num_tokens = len(sample.text), len(sample.token_ids)
+            while not finished:
+                while not outputs:
+                    self._deliver(self._advance())
+                output = outputs.popleft()
+                sample, finished = output.outputs[0], output.finished
+                is_token = len(sample.token_ids) > num_tokens  # not if it has been aborted
+                yield StreamEvent(sample.text[num_chars:], sample.token_ids[-1] if is_token else None, output)
+                num_chars, num_tokens = len(sample.text), len(sample.token_ids)
         finally:
             self.abort(request.request_id)
-            self._undelivered.pop(request.request_id, None)
+            del self._streams[request.request_id]
 
     def chat(
         self,
@@ -272,9 +276,9 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step. Returns the requests that changed; `finished` says which are done."""
-        undelivered, self._undelivered = self._undelivered, {}
-        changed = {output.request_id: output for output in self._advance()}
-        return list((undelivered | changed).values())
+        self._deliver(self._advance())
+        outputs, self._undelivered = self._undelivered, {}
+        return list(outputs.values())
 
     def abort(self, request_id: int) -> None:
         """Ends a request, wherever it is; its last output comes with the next `step`. One that has ended stays as
@@ -283,7 +287,7 @@ class LLM:
         request = self._requests.get(request_id)
         if request is not None and not request.finished:
             self._scheduler.abort(request)
-            self._undelivered[request_id] = self._output(request)
+            self._deliver([self._output(request)])
             self._forget(request)
 
     def has_unfinished(self) -> bool:
@@ -351,6 +355,7 @@ class LLM:
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles the programs of all buckets, so that nothing compiles later."""
         self.check()
+        self._cache = apply_commands(self._cache, self._pack(Commands()))
         for i, bucket in enumerate(self._buckets):
             self._dispatch(StepPlan([], [], Commands()), bucket)
             if progress is not None:
@@ -422,6 +427,14 @@ class LLM:
             self._texts[seq] = _Text(self.tokenizer)
         self._scheduler.add(request)
 
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        """Puts outputs where they are waited for: by an open stream, or by the next `step`."""
+        for output in outputs:
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+            else:
+                self._undelivered[output.request_id] = output
+
     def _advance(self) -> list[RequestOutput]:
         plan = self._scheduler.plan(self._max_tokens())
         if plan is None:
@@ -431,7 +444,12 @@ class LLM:
             request = row.seq.request
             if request.times.first_scheduled_s is None:
                 request.times = replace(request.times, first_scheduled_s=now)
-        result = self._dispatch(plan, self._bucket(plan))
+        try:
+            result = self._dispatch(plan, self._bucket(plan))
+        except BaseException:  # most likely Ctrl-C, while it waited for the device: nobody knows what the step did
+            self._scheduler.start_over()
+            self._cache = pages.init_cache(self.spec)
+            raise
         changed = self._scheduler.commit(plan, result.tokens, result.logprobs, result.taken)
         if self._debug_checks:
             self.check()

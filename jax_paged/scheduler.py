@@ -178,6 +178,7 @@ class Scheduler:
                 f"{max_batch_tokens=} must be at least {max_seqs=}, so that every running sequence can decode"
             )
         self.page_size = page_size
+        self.max_seqs = max_seqs
         self.max_batch_tokens = max_batch_tokens
         self.tree = tree
         self.schedule = schedule
@@ -221,6 +222,20 @@ class Scheduler:
             assert pages is not None, "pages are locked, and nothing runs"
             self._drop_tree_pages(pages)
         return True
+
+    def start_over(self) -> None:
+        """Books an empty pool and tree, after a step that failed. What ran waits again, and has lost none of its tokens."""
+        for seq in self.running:
+            self._unlock(seq)
+            seq.slot, seq.pages, seq.num_computed = None, [], 0
+            seq.was_set_aside = True
+        self.waiting += self.running
+        self.running = []
+        self.free_slots = list(range(self.max_seqs - 1, -1, -1))
+        self.ledger = PageLedger(len(self.ledger.ref_counts))
+        self.commands = Commands()
+        if self.tree is not None:
+            self.tree.reset()
 
     # --- Planning a step ---
 

@@ -14,11 +14,23 @@ from tiny import alone, engine, greedy, prompt
 
 import jax_paged as jp
 from jax_paged.scheduler import Commands, StepPlan
-from jax_paged.step import pack_commands, pack_inputs, run_step
+from jax_paged.step import Bucket, StepResult, pack_commands, pack_inputs, run_step
 
 # Other page sizes and pools: each of these is compiled anew.
-PAGES_OF_1: dict[str, Any] = {"page_size": 1, "num_pages": 64, "max_seqs": 4, "max_batch_tokens": 8, "max_model_len": 64}
-PAGES_OF_16: dict[str, Any] = {"page_size": 16, "num_pages": 6, "max_seqs": 4, "max_batch_tokens": 8, "max_model_len": 64}
+PAGES_OF_1: dict[str, Any] = {
+    "page_size": 1,
+    "num_pages": 64,
+    "max_seqs": 4,
+    "max_batch_tokens": 8,
+    "max_model_len": 64,
+}
+PAGES_OF_16: dict[str, Any] = {
+    "page_size": 16,
+    "num_pages": 6,
+    "max_seqs": 4,
+    "max_batch_tokens": 8,
+    "max_model_len": 64,
+}
 SIZES = [PAGES_OF_1, tiny.SIZES, PAGES_OF_16]
 
 
@@ -218,7 +230,7 @@ def real_compilations() -> Iterator[list[str]]:
 
 
 def test_nothing_compiles_after_warmup():
-    llm = engine(debug_checks=False)
+    llm = engine(debug_checks=False, num_pages=20, max_model_len=72, max_batch_tokens=8)  # sizes of this test alone
     llm.warmup()
     before = llm.stats()["compilations"]
     rng = np.random.default_rng(0)
@@ -347,21 +359,41 @@ def test_streams_read_in_turn_each_yield_every_token_once():
     assert_baseline(llm)
 
 
-@pytest.mark.parametrize("num_events", [0, 2])
+@pytest.mark.parametrize("num_events", [1, 2])
 def test_a_stream_whose_request_is_aborted_ends_with_that(num_events: int):
     llm = engine()
     stream = llm.stream(prompt(20), greedy(9))
     events = [next(stream) for _ in range(num_events)]
-    assert len(llm._requests) <= 1
-    for request_id in list(llm._requests):
-        llm.abort(request_id)
-    if num_events:
-        events += stream
-        assert events[-1].output.outputs[0].finish_reason == "abort"
-        assert [event.token_id for event in events[:2]] == alone(prompt(20), greedy(9))[:2]
-        assert len(events) == 3
-    stream.close()
+    llm.abort(events[0].output.request_id)
+    events += stream
+    expected = alone(prompt(20), greedy(9))[:num_events]
+    assert [event.token_id for event in events] == [*expected, None]
+    assert events[-1].output.outputs[0].finish_reason == "abort"
+    assert tokens_of(events[-1].output) == expected
     assert not llm.has_unfinished()
+    assert_baseline(llm)
+
+
+def test_a_stream_aborted_before_its_first_token_ends_with_that():
+    llm = engine()
+    stream = llm.stream(prompt(60), greedy(9))
+    others = llm.stream(prompt(5, seed=1), greedy(9))
+    next(others)
+    for request_id in list(llm._requests):  # the second alone has been started
+        llm.abort(request_id)
+    assert [event.token_id for event in others] == [None]
+    assert [event.token_id for event in stream] == alone(prompt(60), greedy(9))
+    assert_baseline(llm)
+
+
+def test_a_stream_goes_on_when_someone_else_runs_the_steps():
+    llm = engine()
+    stream = llm.stream(prompt(20), greedy(9))
+    events = [next(stream)]
+    while llm.has_unfinished():
+        assert llm.step() == []
+    events += stream
+    assert [event.token_id for event in events] == alone(prompt(20), greedy(9))
     assert_baseline(llm)
 
 
@@ -387,24 +419,28 @@ def test_leaving_a_with_block_ends_everything():
     assert_baseline(llm)
 
 
-def test_an_error_inside_generate_ends_its_requests_and_only_those(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("after_the_step", [False, True])
+def test_ctrl_c_ends_what_generate_runs_and_loses_no_page(monkeypatch: pytest.MonkeyPatch, after_the_step: bool):
     llm = engine()
-    other = llm.add_request(prompt(5, seed=1), greedy(3))
-    advance = llm._advance
+    other = llm.add_request(prompt(5, seed=1), greedy(30))
+    dispatch = llm._dispatch
 
-    def fails_later():
-        if llm.stats()["steps"] == 2:
-            raise KeyboardInterrupt
-        return advance()
+    def interrupted(plan: StepPlan, bucket: Bucket) -> StepResult:
+        if llm.stats()["steps"] < 6:
+            return dispatch(plan, bucket)
+        if after_the_step:
+            dispatch(plan, bucket)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm, "_advance", fails_later)
+    monkeypatch.setattr(llm, "_dispatch", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([prompt(30, seed) for seed in range(6)], greedy(20))
+        llm.generate([prompt(30, seed) for seed in range(2, 8)], greedy(20))
     monkeypatch.undo()
+    llm.check()
     assert list(llm._requests) == [other]
     outputs = drive(llm)
-    assert tokens_of(outputs[other][-1]) == alone(prompt(5, seed=1), greedy(3))
     assert list(outputs) == [other]
+    assert tokens_of(outputs[other][-1]) == alone(prompt(5, seed=1), greedy(30))
     assert_baseline(llm)
 
 
@@ -413,7 +449,9 @@ def test_an_error_inside_generate_ends_its_requests_and_only_those(monkeypatch: 
 
 def test_f1_namespaces_share_no_pages():
     llm = engine()
-    cached = [llm.generate(prompt(20), greedy(4), namespace=name)[0].num_cached_tokens for name in ("a", "b", "a", None)]
+    cached = [
+        llm.generate(prompt(20), greedy(4), namespace=name)[0].num_cached_tokens for name in ("a", "b", "a", None)
+    ]
     assert cached == [0, 0, 19, 0]
     assert_baseline(llm)
 
@@ -493,7 +531,7 @@ def test_a_sequence_may_fill_the_model_length_and_the_pool_exactly():
         (
             list(range(60)) + list(range(36)),
             r"a prompt of 96 tokens leaves no room to generate: .*max_model_len=96 .*24 of the pool's 24 pages of 4.*"
-            r"Shorten it, or raise max_model_len or num_pages",
+            r"shorten it, or raise max_model_len or num_pages",
         ),
     ],
 )
@@ -537,7 +575,10 @@ def test_generate_takes_one_prompt_or_several_as_lists_or_arrays():
         ({"max_batch_tokens": 3}, r"max_batch_tokens=3 must be at least max_seqs=4"),
         ({"schedule": "random"}, r"schedule='random' is not one of lpm, fcfs"),
         ({"max_model_len": 257}, r"max_model_len=257 must be from 2 to the model's 256 tokens"),
-        ({"max_model_len": 97}, r"a pool of 24 pages of 4 holds 96 tokens, less than max_model_len=97; raise num_pages to 25"),
+        (
+            {"max_model_len": 97},
+            r"a pool of 24 pages of 4 holds 96 tokens, less than max_model_len=97; raise num_pages to 25",
+        ),
         ({"num_pages": 10**11}, r"a pool of 100,000,000,000 pages takes .* GiB, .* GiB are free; at most num_pages="),
         ({"num_pages": 1, "page_size": 1, "max_model_len": None}, r"holds 1 token; it must hold at least 2"),
     ],

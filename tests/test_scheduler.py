@@ -653,7 +653,11 @@ def test_a_stop_token_ends_the_sequence_and_is_part_of_it():
 
 def test_split_commands_come_in_pieces_that_fit_and_in_their_order():
     commands = Commands(
-        retain=[1, 2, 3], release=[4, 5, 6, 7], free_slots={0, 1}, points={(2, 0): 8, (2, 1): 9, (3, 0): 8}, lengths={2: 7}
+        retain=[1, 2, 3],
+        release=[4, 5, 6, 7],
+        free_slots={0, 1},
+        points={(2, 0): 8, (2, 1): 9, (3, 0): 8},
+        lengths={2: 7},
     )
     assert list(commands.split(4)) == [commands]
     kinds = "retain", "release", "free_slots", "points", "lengths"
