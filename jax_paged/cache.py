@@ -586,7 +586,8 @@ def check(cache: PagedCache, tree_pages: Iterable[int] = ()) -> None:
 
 @partial(jax.jit, donate_argnums=0)
 def poison(cache: PagedCache, tree_mask: jax.Array) -> PagedCache:
-    """Fills every free page and every unwritten token slot with NaN (int8: 127), so that a read of one shows. Debugging only.
+    """Fills every free page and every unwritten token slot with NaN (int8: 127), so that a read of one shows.
+    Debugging only.
 
     Args:
       cache: the cache; donated.

@@ -224,7 +224,9 @@ class Scheduler:
         return True
 
     def start_over(self) -> None:
-        """Books an empty pool and tree, after a step that failed. What ran waits again, and has lost none of its tokens."""
+        """Books an empty pool and tree, after a step that failed. What ran waits again, and has lost none of its
+        tokens.
+        """
         for seq in self.running:
             self._unlock(seq)
             seq.slot, seq.pages, seq.num_computed = None, [], 0
