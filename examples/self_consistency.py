@@ -11,21 +11,21 @@ from collections import Counter
 import jax_paged as jp
 
 PROMPT = """Question: There are 3 birds on a tree. Then 4 more birds come. How many birds are there?
-Answer: First there are 3 birds. Then 4 come. 3 + 4 = 7. The answer is 7.
+Answer: 3 birds and 4 more birds are 3 + 4 = 7 birds. The answer is 7.
 
 Question: Mary had 9 cookies and ate 2 of them. How many cookies are left?
-Answer: First there are 9 cookies. Then 2 are eaten. 9 - 2 = 7. The answer is 7.
+Answer: 9 cookies without 2 cookies are 9 - 2 = 7 cookies. The answer is 7.
 
 Question: A box holds 6 pens. Peter buys 2 boxes. How many pens does he have?
-Answer: One box holds 6 pens. There are 2 boxes. 6 * 2 = 12. The answer is 12.
+Answer: 2 boxes of 6 pens are 2 * 6 = 12 pens. The answer is 12.
 
 Question: Tom has 5 marbles. Then his sister gives him 3 more. How many marbles does he have?
 Answer:"""
 NUM_SAMPLES = 5
 
 print("loading the model and compiling")
-# Steps of at most 64 tokens, and as many sequences: then two programs do, one for prefill and one for decode.
-llm = jp.LLM("smollm2-135m", max_seqs=64, max_batch_tokens=64, num_pages=256)
+# With steps of at most 16 tokens two programs do, one for prefill and one for decode: less to compile. A server takes more.
+llm = jp.LLM("smollm2-135m", max_seqs=8, max_batch_tokens=16, num_pages=256)
 newline = llm.tokenizer.encode("\n")
 
 
@@ -33,7 +33,7 @@ def run(share: bool) -> tuple[list[jp.RequestOutput], float]:
     """The samples, and the seconds they took together."""
     start = time.perf_counter()
     for seed in range(NUM_SAMPLES):
-        params = jp.SamplingParams(temperature=0.7, max_tokens=32, seed=seed, stop_token_ids=newline)
+        params = jp.SamplingParams(temperature=0.6, max_tokens=28, seed=seed, stop_token_ids=newline)
         llm.add_request(PROMPT, params, namespace="shared" if share else f"alone {seed}")
     done = []
     while llm.has_unfinished():
@@ -41,7 +41,7 @@ def run(share: bool) -> tuple[list[jp.RequestOutput], float]:
     return sorted(done, key=lambda output: output.request_id), time.perf_counter() - start
 
 
-llm.generate(PROMPT, jp.SamplingParams(max_tokens=2), namespace="warm-up")  # compiles both programs
+llm.generate(PROMPT, jp.SamplingParams(max_tokens=2), namespace="warm-up")  # compiles
 alone, seconds_alone = run(share=False)
 shared, seconds_shared = run(share=True)
 
@@ -49,9 +49,9 @@ votes: Counter[str] = Counter()
 for output in shared:
     text = output.outputs[0].text
     answer = re.search(r"answer is (\d+)", text)
-    votes[answer[1] if answer else "none"] += 1
-    print(f"sample {output.request_id}:{text}")
-print(f"votes: {dict(votes)}; the majority says {votes.most_common(1)[0][0]}")
+    votes[answer[1] if answer else "no answer"] += 1
+    print(f"sample:{text}")
+print(f"votes: {dict(votes)}")
 
 num_prompt = sum(len(output.prompt_token_ids) for output in shared)
 num_cached = sum(output.num_cached_tokens for output in shared)

@@ -228,7 +228,8 @@ class Scheduler:
         tokens.
         """
         for seq in self.running:
-            self._unlock(seq)
+            self._unlock(seq.node, seq.partial_node)
+            seq.node = seq.partial_node = None
             seq.slot, seq.pages, seq.num_computed = None, [], 0
             seq.was_set_aside = True
         self.waiting += self.running

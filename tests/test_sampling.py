@@ -13,7 +13,7 @@ jitted = jax.jit(sample)
 
 
 def draw(logits, temperature=1.0, seed=0, sample_index=0, position=0, logprobs=True, rows=ROWS):
-    """Tokens and their log-probabilities; what is given once holds for all. In batches of so many rows, the last one padded."""
+    """Tokens and their log-probabilities; what is given once holds for all. In batches of `rows`, the last padded."""
     logits = np.atleast_2d(np.asarray(logits, np.float32))
     dtypes = {"temperature": np.float32, "seed": np.uint32, "sample_index": np.int32, "position": np.int32}
     values = (temperature, seed, sample_index, position)

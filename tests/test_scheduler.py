@@ -1,4 +1,4 @@
-"""The scheduler without a device: a few lines of Python play the pages, and say what a model would have read from them."""
+"""The scheduler without a device: some Python plays the pages, and tells what a model would have read from them."""
 
 import copy
 import zlib
@@ -91,7 +91,7 @@ class Device:
         return [self._read(row) for row in plan.rows], taken
 
     def _extend(self, num_new: dict[int, int]) -> list[int]:
-        """Pages for new tokens, slot after slot. Of a page's holders who write at once, the first keeps it if no one else holds it."""
+        """Pages for new tokens, slot after slot. Where all holders of a page write at once, the first keeps it."""
         last = {slot: self.tables[slot][self.lengths[slot] // self.page_size] for slot in num_new
                 if self.lengths[slot] % self.page_size}  # fmt: skip
         writers, ref_counts = Counter(last.values()), list(self.ref_counts)
@@ -240,7 +240,7 @@ class Rig:
         assert self.scheduler.reset_tree()
         self.check()
         assert self.scheduler.ledger.num_free == len(self.device.ref_counts)
-        assert not self.scheduler.running and not self.scheduler.waiting
+        assert not self.scheduler.has_work()
 
 
 # --- Any sequence of events ---
@@ -593,8 +593,8 @@ def test_h2_a_cold_request_waits_a_bounded_time_among_hot_ones():
     rig.run(tokens(16, seed=1), 1)
     cold = rig.add(tokens(16, seed=2), 1).sequences[0]
     for i in range(200):
-        rig.add(tokens(16, seed=1) + [i], 1)
-        rig.add(tokens(16, seed=1) + [i], 1)
+        rig.add([*tokens(16, seed=1), i], 1)
+        rig.add([*tokens(16, seed=1), i], 1)
         rig.step()
         if cold.finish_reason:
             break
@@ -607,10 +607,10 @@ def test_h2_a_cold_request_far_back_in_a_long_queue_waits_a_bounded_time_too():
     rig = Rig(max_seqs=1)
     rig.run(tokens(16, seed=1), 1)
     for i in range(300):
-        rig.add(tokens(16, seed=1) + [i], 1)
+        rig.add([*tokens(16, seed=1), i], 1)
     cold = rig.add(tokens(16, seed=2), 1).sequences[0]
     for i in range(400):
-        rig.add(tokens(16, seed=1) + [i], 1)
+        rig.add([*tokens(16, seed=1), i], 1)
         rig.step()
         if cold.finish_reason:
             break
@@ -621,7 +621,7 @@ def test_h2_a_cold_request_far_back_in_a_long_queue_waits_a_bounded_time_too():
 def test_requests_that_share_an_uncached_prefix_compute_it_once():
     rig = Rig(num_pages=32, max_seqs=4)
     for i in range(4):
-        rig.add(tokens(32) + [100 + i], 2)
+        rig.add([*tokens(32), 100 + i], 2)
     rig.drain()
     assert [request.sequences[0].num_cached_tokens for request in rig.requests] == [0, 32, 32, 32]
     assert rig.scheduler.counts["computed_prefill_tokens"] == 33 + 3
