@@ -22,7 +22,10 @@ print()
 
 # Its next turns, two ways, as one batch. Both begin with what has been computed already, and only the rest is new.
 messages.append({"role": "assistant", "content": event.output.outputs[0].text})
-questions = ["Now name three animals, and where each of them lives.", "Which of these colours do you like most, and why?"]
+questions = [
+    "Now name three animals, and where each of them lives.",
+    "Which of these colours do you like most, and why?",
+]
 prompts = [llm.render_chat([*messages, {"role": "user", "content": question}]) for question in questions]
 turns = llm.generate(prompts, greedy)
 for question, turn in zip(questions, turns):

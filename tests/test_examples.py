@@ -1,0 +1,131 @@
+"""Every script in examples/ runs, and what it claims can be read from what it prints."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+# They take less than a minute on two idle cores; this is for busy ones.
+TIME_LIMIT_S = 300
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The examples with the demo model have the same engine sizes, so what one of them has compiled serves the others.
+
+    Compiling takes most of an example's time, and each runs in a process of its own: the programs go through a folder.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # that of all workers
+    return {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """The groups of the last match."""
+    found = list(re.finditer(pattern, text))
+    assert found, f"{pattern!r} is not in:\n{text}"
+    return [float(group) for group in found[-1].groups()]
+
+
+def check_prefix_reuse(text: str) -> None:
+    cached, prompt = numbers(r"(\d+) of (\d+) prompt tokens from the cache", text)
+    assert prompt / 3 < cached < prompt
+    # Not which is less: both are measured, on a machine that may be busy.
+    seconds = numbers(r"([\d.]+) s with the prefix cache, ([\d.]+) s without", text)
+    assert min(seconds) > 0
+
+
+def check_quickstart(text: str) -> None:
+    assert "The capital of France is Paris" in text
+    cached, prompt = numbers(r"(\d+) of (\d+) prompt tokens from the cache", text)
+    assert 0 < cached < prompt
+    pages, free, held = numbers(r"(\d+) pages: (\d+) free, (\d+) in the prefix tree", text)
+    assert free + held == pages
+    assert held > 0
+
+
+def check_multi_turn_chat(text: str) -> None:
+    check_prefix_reuse(text)
+    turns = re.findall(r"turn \d+: (\d+) of (\d+) prompt tokens", text)
+    cached = [int(turn[0]) for turn in turns]
+    assert cached[0] == 0
+    assert cached == sorted(set(cached)), "each turn finds more than the one before"
+
+
+def check_self_consistency(text: str) -> None:
+    check_prefix_reuse(text)
+    votes = re.search(r"votes: {(.*)}", text)
+    assert votes
+    assert sum(map(int, re.findall(r": (\d+)", votes[1]))) == text.count("sample:")
+
+
+def check_tree_of_thought(text: str) -> None:
+    check_prefix_reuse(text)
+    scores = [(line[0] == "*", float(line[1:].split()[0])) for line in text.splitlines() if re.match(r"[* ] +-", line)]
+    levels = [scores[i : i + 3] for i in range(0, len(scores), 3)]
+    assert len(levels) == 3
+    for level in levels:
+        assert max(level, key=lambda thought: thought[1])[0], "the best thought of a level is the one that is kept"
+        assert sum(is_best for is_best, _ in level) == 1
+
+
+def check_bring_your_own_model(text: str) -> None:
+    count, error = numbers(r"(\d+) tokens as with plain attention, log-probabilities within (\S+)", text)
+    assert count == 60
+    assert error < 1e-4
+    cached = [int(found) for found in re.findall(r"(\d+) from the cache", text)]
+    assert cached[0] == 0 < cached[1]
+
+
+def check_kernel_only(text: str) -> None:
+    errors = [float(found) for found in re.findall(r"largest error (\S+)", text)]
+    assert len(errors) == 2
+    assert max(errors) < 1e-5
+
+
+def check_generation_in_one_jit(text: str) -> None:
+    most, num_pages, reserved = numbers(r"most at once: (\d+) of (\d+); all at full length would take (\d+)", text)
+    assert 0 < most <= num_pages < reserved
+    assert numbers(r"at the end: (\d+) pages free, out of pages: False", text) == [num_pages]
+    assert numbers(r"(\d+) tokens in one call, the same as step by step", text) == [60]
+
+
+CLAIMS: dict[str, Callable[[str], None]] = {
+    "bring_your_own_model": check_bring_your_own_model,
+    "few_shot": check_prefix_reuse,
+    "generation_in_one_jit": check_generation_in_one_jit,
+    "kernel_only": check_kernel_only,
+    "multi_turn_chat": check_multi_turn_chat,
+    "quickstart": check_quickstart,
+    "self_consistency": check_self_consistency,
+    "tree_of_thought": check_tree_of_thought,
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_example_prints_what_it_proves(name: str, environment: dict[str, str], tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    CLAIMS[name](done.stdout)
+
+
+def test_every_claim_belongs_to_an_example():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CLAIMS)
