@@ -1,8 +1,8 @@
 """A Flax NNX transformer of your own gets paged attention, continuous batching and prefix reuse.
 
-The model is written here, as one would for training: its attention is a layer called with (q, k, v). To page it, that layer
-becomes `jp.PagedAttention` and the cache and the batch are passed through; nothing else changes. The engine's tokens and
-log-probabilities are compared with those of the same model with plain attention.
+The model is written here, as one would for training, with attention as a layer of its own. To page it, that layer
+becomes `jp.PagedAttention`, and the cache and the batch are passed through; nothing else changes. The engine's tokens
+and log-probabilities are compared with those of the same model with plain attention.
 """
 
 from dataclasses import dataclass

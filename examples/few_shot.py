@@ -26,7 +26,7 @@ REVIEWS = [
 ]  # fmt: skip
 
 print("loading the model and compiling")
-# With steps of at most 16 tokens two programs do, one for prefill and one for decode: less to compile. A server takes more.
+# Steps of at most 16 tokens need two programs, one for prefill and one for decode: less to compile. A server has more.
 llm = jp.LLM("smollm2-135m", max_seqs=8, max_batch_tokens=16, num_pages=256)
 params = jp.SamplingParams(temperature=0, max_tokens=1)
 prompts = [f"{EXAMPLES}Review: {review} Verdict:" for review in REVIEWS]

@@ -1,8 +1,8 @@
 """A whole generation inside one `jit`: a `lax.while_loop` that takes pages on demand and gives them back.
 
-Four sequences of different lengths share a pool too small to hold them all at full length. Each takes a page when its last
-one is full; when it ends its pages return to the free list and serve the others. The host learns of it when all is over.
-The tokens are compared with those of the engine, which runs the same model one step at a time.
+Four sequences of different lengths share a pool too small to hold them all at full length. Each takes a page when its
+last one is full; when it ends, its pages return to the free list and serve the others. The host hears of it when all is
+over. The tokens are compared with those of the engine, which runs the same model one step at a time.
 """
 
 import jax
@@ -16,7 +16,8 @@ from jax_paged.models.llama import Llama, random_weights
 
 config = ModelConfig(
     family="llama", vocab_size=128, hidden_size=64, intermediate_size=128, num_layers=2, num_q_heads=4, num_kv_heads=2,
-    head_dim=16, max_model_len=64, rope_theta=10_000.0, rms_norm_eps=1e-5, tie_embeddings=True, sliding_windows=(None, None),
+    head_dim=16, max_model_len=64, rope_theta=10_000.0, rms_norm_eps=1e-5, tie_embeddings=True,
+    sliding_windows=(None, None),
 )  # fmt: skip
 model = Llama(config, random_weights(config))
 graphdef, weights = nnx.split(model)

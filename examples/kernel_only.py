@@ -48,17 +48,16 @@ out = jp.kernels.ragged_paged_attention(
 ragged_error = float(jnp.max(jnp.abs(out - expected)))
 print(f"ragged batch of {q_lens.tolist()} queries over {kv_lens.tolist()} tokens: largest error {ragged_error:.1e}")
 
-# In two parts, as when many sequences share a prefix, or a sequence is spread over devices: the last query of the longest
-# sequence over its first two pages, the same over the others, then both joined.
+# In two parts, as when many sequences share a prefix, or a sequence is spread over devices: the last query of the
+# longest sequence over its first two pages, the same query over the other pages, then both joined.
 query, table, split = q[cu_q_lens[2] - 1][None], block_tables[1:2], 2
 part = {"sm_scale": SCALE, "return_lse": True}
 first = jp.kernels.paged_attention(query, kv_pages, table[:, :split], jnp.array([split * PAGE_SIZE]), **part)
 rest = jp.kernels.paged_attention(query, kv_pages, table[:, split:], kv_lens[1:2] - split * PAGE_SIZE, **part)
 merged, lse = jp.kernels.merge_states(*first, *rest)
 merge_error = float(jnp.max(jnp.abs(merged[0] - expected[cu_q_lens[2] - 1])))
-print(
-    f"two parts of {split * PAGE_SIZE} and {kv_lens[1] - split * PAGE_SIZE} tokens, merged: largest error {merge_error:.1e}"
-)
+num_first = split * PAGE_SIZE
+print(f"two parts of {num_first} and {kv_lens[1] - num_first} tokens, merged: largest error {merge_error:.1e}")
 
 assert ragged_error < 1e-5
 assert merge_error < 1e-5

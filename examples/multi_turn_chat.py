@@ -1,8 +1,10 @@
 """A conversation: each turn sends the whole history again, and computes only what is new in it.
 
-Every turn is asked twice, with the prefix cache and without it (in a namespace of its own, where requests share nothing).
-The time is that to the first token, which is what the history costs.
+Every turn is asked twice, with the prefix cache and without it (in a namespace of its own, where requests share
+nothing). The time is that to the first token, which is what the history costs.
 """
+
+from itertools import pairwise
 
 import jax_paged as jp
 
@@ -13,7 +15,7 @@ QUESTIONS = [
 ]
 
 print("loading the model and compiling")
-# With steps of at most 16 tokens two programs do, one for prefill and one for decode: less to compile. A server takes more.
+# Steps of at most 16 tokens need two programs, one for prefill and one for decode: less to compile. A server has more.
 llm = jp.LLM("smollm2-135m", max_seqs=8, max_batch_tokens=16, num_pages=256)
 params = jp.SamplingParams(temperature=0, max_tokens=20)
 
@@ -35,8 +37,8 @@ for i, question in enumerate(QUESTIONS):
     seconds_alone.append(seconds_to_first_token(alone))
     print(f"\nuser: {question}\nassistant: {turn.outputs[0].text}")
     print(
-        f"[turn {i + 1}: {turn.num_cached_tokens} of {len(turn.prompt_token_ids)} prompt tokens from the cache, first token "
-        f"after {seconds_to_first_token(turn):.2f} s with the prefix cache, {seconds_alone[-1]:.2f} s without]"
+        f"[turn {i + 1}: {turn.num_cached_tokens} of {len(turn.prompt_token_ids)} prompt tokens from the cache, first "
+        f"token after {seconds_to_first_token(turn):.2f} s with the prefix cache, {seconds_alone[-1]:.2f} s without]"
     )
 
 num_prompt = sum(len(turn.prompt_token_ids) for turn in turns)
@@ -45,5 +47,5 @@ print(f"\n{num_cached} of {num_prompt} prompt tokens from the cache")
 print(f"{sum(map(seconds_to_first_token, turns)):.2f} s with the prefix cache, {sum(seconds_alone):.2f} s without")
 
 # Each prompt begins with the one before, of which at least every whole page is found.
-for before, turn in zip(turns, turns[1:]):
+for before, turn in pairwise(turns):
     assert turn.num_cached_tokens >= len(before.prompt_token_ids) // 16 * 16

@@ -24,7 +24,7 @@ Answer:"""
 NUM_SAMPLES = 5
 
 print("loading the model and compiling")
-# With steps of at most 16 tokens two programs do, one for prefill and one for decode: less to compile. A server takes more.
+# Steps of at most 16 tokens need two programs, one for prefill and one for decode: less to compile. A server has more.
 llm = jp.LLM("smollm2-135m", max_seqs=8, max_batch_tokens=16, num_pages=256)
 newline = llm.tokenizer.encode("\n")
 

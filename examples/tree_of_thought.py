@@ -1,24 +1,24 @@
 """Tree of thought (Yao et al. 2023, arXiv 2305.10601): propose several next thoughts, keep the best, go on from there.
 
 A state is a token list; its proposals are samples with different seeds, scored by their log-probability. Every state
-begins with its parent, so all that is above a thought in the tree comes from the prefix cache. Each level runs twice, with
-the prefix cache and without it (each in a namespace of its own, where requests share nothing).
+begins with its parent, so all that is above a thought in the tree comes from the prefix cache. Each level runs twice,
+with the prefix cache and without it (each in a namespace of its own, where requests share nothing).
 """
 
 import time
 
 import jax_paged as jp
 
-PROMPT = """Here is a plan for a birthday party in the garden. It has short steps, each of which is one sentence, in the order
-in which they should be done. The party is on Saturday afternoon, there will be twelve children between six and eight years
-old, and the budget is small. There must be something to eat, something to drink, a game for everyone, and an idea for the
-case that it rains. Nothing may be dangerous, and the neighbours should not be disturbed.
+PROMPT = """Here is a plan for a birthday party in the garden. It has short steps, each of which is one sentence, in
+the order in which they should be done. The party is on Saturday afternoon, there will be twelve children between six
+and eight years old, and the budget is small. There must be something to eat, something to drink, a game for everyone,
+and an idea for the case that it rains. Nothing may be dangerous, and the neighbours should not be disturbed.
 
 The first step is"""
 NUM_LEVELS, NUM_PROPOSALS, THOUGHT_TOKENS = 3, 3, 10
 
 print("loading the model and compiling")
-# With steps of at most 16 tokens two programs do, one for prefill and one for decode: less to compile. A server takes more.
+# Steps of at most 16 tokens need two programs, one for prefill and one for decode: less to compile. A server has more.
 llm = jp.LLM("smollm2-135m", max_seqs=8, max_batch_tokens=16, num_pages=256)
 
 
@@ -51,7 +51,7 @@ for level in range(NUM_LEVELS):
     num_prompt += sum(len(thought.prompt_token_ids) for thought in thoughts)
     num_cached += sum(thought.num_cached_tokens for thought in thoughts)
 
-    # The first proposal of a level finds all whole pages of the level above, the others find those of the first one too.
+    # The first proposal finds all whole pages of the level above; the others also find what the first one computed.
     known = [0 if level == 0 else len(state) - THOUGHT_TOKENS, *[len(state) - 1] * (NUM_PROPOSALS - 1)]
     assert all(thought.num_cached_tokens >= tokens // 16 * 16 for thought, tokens in zip(thoughts, known))
     assert all(thought.num_cached_tokens == 0 for thought in alone)
