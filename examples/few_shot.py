@@ -1,6 +1,6 @@
-"""Few-shot prompting: six questions behind the same worked examples, which are computed once.
+"""Few-shot prompting: five questions behind the same worked examples, which are computed once.
 
-All six run as one batch, with the prefix cache and without it. Without means each in a namespace of its own, where
+All five run as one batch, with the prefix cache and without it. Without means each in a namespace of its own, where
 requests share nothing.
 """
 
@@ -22,7 +22,7 @@ Review: Our room smelled of smoke and the shower did not work. Verdict: negative
 REVIEWS = [
     "The cake was delicious and everyone was so kind.", "Terrible service, we will never come back.",
     "A beautiful story, I want to see it again.", "The screen cracked within an hour.",
-    "Fast delivery and excellent quality.", "Boring, far too long and badly written.",
+    "Fast delivery and excellent quality.",
 ]  # fmt: skip
 
 print("loading the model and compiling")

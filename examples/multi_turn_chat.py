@@ -17,7 +17,7 @@ QUESTIONS = [
 print("loading the model and compiling")
 # Steps of at most 16 tokens need two programs, one for prefill and one for decode: less to compile. A server has more.
 llm = jp.LLM("smollm2-135m", max_seqs=8, max_batch_tokens=16, num_pages=256)
-params = jp.SamplingParams(temperature=0, max_tokens=20)
+params = jp.SamplingParams(temperature=0, max_tokens=16)
 
 
 def seconds_to_first_token(output: jp.RequestOutput) -> float:

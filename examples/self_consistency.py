@@ -13,9 +13,6 @@ import jax_paged as jp
 PROMPT = """Question: There are 3 birds on a tree. Then 4 more birds come. How many birds are there?
 Answer: 3 birds and 4 more birds are 3 + 4 = 7 birds. The answer is 7.
 
-Question: Mary had 9 cookies and ate 2 of them. How many cookies are left?
-Answer: 9 cookies without 2 cookies are 9 - 2 = 7 cookies. The answer is 7.
-
 Question: A box holds 6 pens. Peter buys 2 boxes. How many pens does he have?
 Answer: 2 boxes of 6 pens are 2 * 6 = 12 pens. The answer is 12.
 

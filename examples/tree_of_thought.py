@@ -9,10 +9,9 @@ import time
 
 import jax_paged as jp
 
-PROMPT = """Here is a plan for a birthday party in the garden. It has short steps, each of which is one sentence, in
-the order in which they should be done. The party is on Saturday afternoon, there will be twelve children between six
-and eight years old, and the budget is small. There must be something to eat, something to drink, a game for everyone,
-and an idea for the case that it rains. Nothing may be dangerous, and the neighbours should not be disturbed.
+PROMPT = """Here is a plan for a birthday party in the garden. The party is on Saturday afternoon, there will
+be twelve children between six and eight years old, and the budget is small. There must be something to eat and to
+drink, a game for everyone, and an idea for the case that it rains.
 
 The first step is"""
 NUM_LEVELS, NUM_PROPOSALS, THOUGHT_TOKENS = 3, 3, 10
@@ -35,7 +34,7 @@ def propose(state: list[int], share: bool) -> tuple[list[jp.RequestOutput], floa
 
 
 state = llm.tokenizer.encode(PROMPT)
-llm.generate(state, jp.SamplingParams(max_tokens=2), namespace="warm-up")  # compiles
+llm.generate(state * 2, jp.SamplingParams(max_tokens=2), namespace="warm-up")  # compiles
 num_prompt = num_cached = 0
 seconds_shared = seconds_alone = 0.0
 for level in range(NUM_LEVELS):

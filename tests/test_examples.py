@@ -14,18 +14,15 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TIME_LIMIT_S = 300
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The examples with the demo model have the same engine sizes, so what one of them has compiled serves the others.
 
     Compiling takes most of an example's time, and each runs in a process of its own: the programs go through a folder.
     """
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # that of all workers
     return {
         **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
 
