@@ -1,0 +1,628 @@
+"""Ragged paged attention on TPU: one program walks over query tiles, pages of KV stream in behind it.
+
+The walk. A query tile is one decode token, or up to `q_tokens` neighbouring tokens of one row. For each tile the
+program goes through the row's KV in blocks of `kv_tokens`, and while it works on one block the next is on its way,
+be it of this tile or the first one of the next: the copies never pause between rows. Queries of the next tile and
+the output of the last one travel in the same manner.
+
+The arithmetic. Heads lie on sublanes in a page (K0 V0 K1 V1 ...), so a strided load of 32-bit words fetches one head
+of many tokens (`_load.py`). Where a tile has few rows per KV head (decode), the rows of several heads are stacked,
+each zero outside its own head's product, and share one softmax and one accumulator tile. Statistics (m, l) and the
+accumulator are float32, in base 2: p = exp2(s - m).
+
+Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; its tiling: Dao et al. 2022, arXiv 2205.14135.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .._compat import cdiv, round_up
+from ..api import AttentionCall
+from ..tuning import Blocks, choose_blocks
+from ._load import load_words, packing, store_words, token_of_row, unpack
+
+LOG2_E = math.log2(math.e)
+# Stands for -inf in scores and maxima: differences of it are 0, not NaN. Real scores never come near it.
+MASKED = -1e30
+LANES = 128
+
+
+def supports(call: AttentionCall) -> str | None:
+    """Why this implementation cannot run `call`, or None if it can."""
+    for name in ("q_dtype", "kv_dtype"):
+        if getattr(call, name) == "float16":
+            return f"{name}='float16': TPU vector units have no float16; use bfloat16"
+    kv_pack = packing(call.kv_dtype)
+    if 2 * call.num_kv_heads % kv_pack:
+        return (
+            f"num_kv_heads={call.num_kv_heads} with kv_dtype={call.kv_dtype!r}: {kv_pack} neighbouring K and V heads "
+            f"must fill a 32-bit word; needs a multiple of {kv_pack // 2}"
+        )
+    if call.head_dim > LANES and call.head_dim % LANES:
+        return f"head_dim={call.head_dim}: above {LANES} it must be a multiple of {LANES}"
+    table_bytes = 4 * call.max_seqs * call.pages_per_seq
+    if table_bytes > _SMEM_TABLE_BYTES:
+        return (
+            f"page_indices of {call.max_seqs} x {call.pages_per_seq} ({table_bytes} bytes): the table must fit in "
+            f"{_SMEM_TABLE_BYTES} bytes of scalar memory; use fewer rows or larger pages"
+        )
+    return None
+
+
+_SMEM_TABLE_BYTES = 512 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """All that is static in the kernel."""
+
+    call: AttentionCall
+    blocks: Blocks
+    compute_dtype: Any  # of the matrix products' operands
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        return self.call.num_q_heads // self.call.num_kv_heads
+
+    @property
+    def lane_tiles(self) -> int:
+        return cdiv(self.call.head_dim, LANES)
+
+    @property
+    def lanes(self) -> int:
+        return min(self.call.head_dim, LANES)
+
+    @property
+    def pages_per_block(self) -> int:
+        return self.blocks.kv_tokens // self.call.page_size
+
+    @property
+    def buffer_tokens(self) -> int:
+        return round_up(self.blocks.kv_tokens, self.blocks.compute_tokens)
+
+    @property
+    def heads_per_pack(self) -> int:
+        """KV heads whose query rows share a decode tile: as few as fill 16 rows, or all."""
+        for heads in range(1, self.call.num_kv_heads):
+            if self.call.num_kv_heads % heads == 0 and heads * self.group % 16 == 0:
+                return heads
+        return self.call.num_kv_heads
+
+    @property
+    def precision(self) -> Any:
+        return jax.lax.Precision.HIGHEST if self.compute_dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float = 1.0,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    return_lse: bool = False,
+    interpret: Any = False,
+    decode_only: bool = False,
+    blocks: Blocks | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """As `reference.ragged_paged_attention`, which defines it; `blocks` overrides the choice of `tuning.py`."""
+    max_tokens, num_q_heads, head_dim = q.shape
+    num_pages, page_size, num_kv_heads_twice, _ = kv_pages.shape
+    out_dtype = q.dtype
+    group = num_q_heads // (num_kv_heads_twice // 2)
+    if not decode_only and group % packing(q.dtype):
+        # Two KV heads' queries would share words.
+        q = q.astype(jnp.float32)
+    call = AttentionCall(
+        max_tokens=max_tokens,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads_twice // 2,
+        head_dim=head_dim,
+        q_dtype=q.dtype.name,
+        kv_dtype=kv_pages.dtype.name,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_seqs=page_indices.shape[0],
+        pages_per_seq=page_indices.shape[1],
+        sm_scale=sm_scale,
+        causal=causal,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        k_scale=k_scale is not None,
+        v_scale=v_scale is not None,
+        sinks=sinks is not None,
+        return_lse=return_lse,
+        decode_only=decode_only,
+    )
+    plan = _Plan(
+        call=call,
+        blocks=blocks or choose_blocks(call),
+        compute_dtype=jnp.dtype(out_dtype),
+        interpret=bool(interpret),
+    )
+    one = jnp.float32(1)
+    scales = jnp.stack([one if k_scale is None else k_scale, one if v_scale is None else v_scale])
+    out, lse = _run(q, kv_pages, kv_lens, page_indices.reshape(-1), cu_q_lens, num_seqs, scales, sinks, plan, interpret)
+
+    # Tokens of no row were never written.
+    in_a_row = jnp.arange(max_tokens) < cu_q_lens[num_seqs[0]]
+    out = jnp.where(in_a_row[:, None, None], out, 0).astype(out_dtype)
+    if not return_lse:
+        return out
+    return out, jnp.where(in_a_row[:, None], lse[:, :, 0], -jnp.inf)
+
+
+def _run(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_ids: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    scales: jax.Array,
+    sinks: jax.Array | None,
+    plan: _Plan,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    call, lanes, tiles = plan.call, plan.lanes, plan.lane_tiles
+    q_tokens = plan.blocks.q_tokens
+    heads, q_heads, group = call.num_kv_heads, call.num_q_heads, plan.group
+    q_rows, kv_rows = round_up(q_heads, 8 * packing(q.dtype)), _padded_rows(2 * heads, kv_pages.dtype)
+    lse_tokens, lse_rows = (q_tokens, round_up(q_heads, 8)) if call.return_lse else (1, 8)
+    lse_shape = (call.max_tokens, q_heads, LANES) if call.return_lse else (1, 8, LANES)
+
+    packs, pack_rows = heads // plan.heads_per_pack, plan.heads_per_pack * group
+    tile_rows = 8 if call.decode_only else q_tokens * group
+    tile_heads = 1 if call.decode_only else heads
+    f32, operand = jnp.float32, plan.compute_dtype
+    scratch = {
+        "kv_buf": pltpu.VMEM((tiles, 2, plan.buffer_tokens, kv_rows, lanes), kv_pages.dtype),
+        "q_buf": pltpu.VMEM((tiles, 2, q_tokens, q_rows, lanes), q.dtype),
+        "out_buf": pltpu.VMEM((tiles, 2, q_tokens, q_rows, lanes), q.dtype),
+        "lse_buf": pltpu.VMEM((1, 2, lse_tokens, lse_rows, LANES), f32),
+        # Rows of a decode tile: the query heads of a pack, one masked copy per KV head of it.
+        "row_q": pltpu.VMEM((heads, pack_rows, call.head_dim), operand),
+        "row_acc": pltpu.VMEM((packs, pack_rows, call.head_dim), f32),
+        "row_m": pltpu.VMEM((packs, pack_rows, LANES), f32),
+        "row_l": pltpu.VMEM((packs, pack_rows, LANES), f32),
+        # Rows of a larger tile: the tokens of the query heads of one KV head.
+        "tile_q": pltpu.VMEM((tile_heads, tile_rows, call.head_dim), operand),
+        "tile_acc": pltpu.VMEM((tile_heads, tile_rows, call.head_dim), f32),
+        "tile_m": pltpu.VMEM((tile_heads, tile_rows, LANES), f32),
+        "tile_l": pltpu.VMEM((tile_heads, tile_rows, LANES), f32),
+        "sent": pltpu.SMEM((2,), jnp.int32),  # tokens on their way out, per slot
+        "kv_sem": pltpu.SemaphoreType.DMA((2,)),
+        "q_sem": pltpu.SemaphoreType.DMA((2,)),
+        "out_sem": pltpu.SemaphoreType.DMA((2,)),
+    }
+    names = ("kv_lens", "page_ids", "cu_q_lens", "num_seqs", "scales", "sinks", "q", "kv", "out", "lse", *scratch)
+    smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
+    sink_rows = jnp.full((q_heads,), MASKED, f32) if sinks is None else sinks.astype(f32) * LOG2_E
+    return pl.pallas_call(
+        lambda *refs: _kernel(plan, dict(zip(names, refs, strict=True))),
+        in_specs=[smem] * 5 + [pl.BlockSpec(memory_space=pltpu.VMEM), hbm, hbm],
+        out_specs=[hbm, hbm],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse_shape, f32)],
+        scratch_shapes=list(scratch.values()),
+        interpret=interpret,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=plan.blocks.vmem_bytes),
+        name=f"ragged_paged_attention_{'decode' if call.decode_only else 'mixed'}",
+    )(
+        kv_lens,
+        page_ids,
+        cu_q_lens,
+        num_seqs,
+        scales,
+        jnp.broadcast_to(sink_rows[:, None], (q_heads, LANES)),
+        q,
+        kv_pages,
+    )
+
+
+def _padded_rows(rows: int, dtype: Any) -> int:
+    """Rows of a VMEM tile that holds `rows` heads: small powers of two fit as they are, others to the next tile."""
+    pack = packing(dtype)
+    tile = 8 * pack
+    if rows < tile and rows & (rows - 1) == 0 and rows >= pack:
+        return rows
+    return round_up(rows, 8 if rows < 8 else tile)
+
+
+# --- the walk ---
+
+
+def _kernel(plan: _Plan, refs: dict[str, Any]) -> None:
+    num_rows = refs["num_seqs"][0]
+    refs["sent"][0] = 0
+    refs["sent"][1] = 0
+
+    first = _describe(plan, refs, _next_row(refs, 0, num_rows), 0)
+
+    @pl.when(first["row"] < num_rows)
+    def _() -> None:
+        _start_q(plan, refs, first, 0)
+        _start_kv(plan, refs, first, 0, 0)
+
+    def visit(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        row, tile, count, step = state
+        item = _describe(plan, refs, row, tile)
+        is_last_tile = tile + 1 >= item["num_tiles"]
+        next_row = jnp.where(is_last_tile, _next_row(refs, row + 1, num_rows), row)
+        next_tile = jnp.where(is_last_tile, 0, tile + 1)
+        following = _describe(plan, refs, next_row, next_tile)
+        slot = count & 1
+
+        @pl.when(next_row < num_rows)
+        def _() -> None:
+            _start_q(plan, refs, following, 1 - slot)
+
+        _wait_tokens(refs, "q_buf", plan.call.num_q_heads, slot, item["q_count"], refs["q_sem"])
+        _wait_sent(plan, refs, slot)
+        if plan.call.decode_only:
+            _attend(plan, refs, _Rows(plan, refs), item, following, slot, step)
+        else:
+            one_token = item["q_count"] == 1
+            pl.when(one_token)(lambda: _attend(plan, refs, _Rows(plan, refs), item, following, slot, step))
+            pl.when(~one_token)(lambda: _attend(plan, refs, _Tile(plan, refs), item, following, slot, step))
+        _send(plan, refs, item, slot)
+        return next_row, next_tile, count + 1, step + item["num_blocks"]
+
+    zero = jnp.int32(0)
+    jax.lax.while_loop(lambda state: state[0] < num_rows, visit, (first["row"], zero, zero, zero))
+    _wait_sent(plan, refs, 0)
+    _wait_sent(plan, refs, 1)
+
+
+def _next_row(refs: dict[str, Any], row: Any, num_rows: jax.Array) -> jax.Array:
+    """The first row from `row` on that has queries."""
+    cu, last = refs["cu_q_lens"], refs["cu_q_lens"].shape[0] - 2
+
+    def is_empty(row: jax.Array) -> jax.Array:
+        safe = jnp.minimum(row, last)
+        return (row < num_rows) & (cu[safe] == cu[safe + 1])
+
+    return jax.lax.while_loop(is_empty, lambda row: row + 1, jnp.asarray(row, jnp.int32))
+
+
+def _describe(plan: _Plan, refs: dict[str, Any], row: jax.Array, tile: Any) -> dict[str, jax.Array]:
+    """The scalars of a tile. Past the last row: those of a tile with no pages."""
+    call, cu = plan.call, refs["cu_q_lens"]
+    is_row = row < refs["num_seqs"][0]
+    safe = jnp.minimum(row, call.max_seqs - 1)
+    kv_len, start, end = refs["kv_lens"][safe], cu[safe], cu[safe + 1]
+    q_begin = start + tile * plan.blocks.q_tokens
+    q_count = jnp.minimum(end - q_begin, plan.blocks.q_tokens)
+    first_pos = kv_len - end + q_begin  # of the tile's first query
+    kv_end = jnp.clip(first_pos + q_count, 0, kv_len) if call.causal else kv_len
+    window = call.sliding_window
+    first_page = jnp.int32(0) if window is None else jnp.maximum(first_pos - window + 1, 0) // call.page_size
+    kv_end = jnp.where(is_row, kv_end, 0)
+    num_pages = jnp.maximum(cdiv(kv_end, call.page_size) - first_page, 0)
+    return {
+        "row": row,
+        "q_begin": q_begin,
+        "q_count": q_count,
+        "num_tiles": cdiv(end - start, plan.blocks.q_tokens),
+        "first_pos": first_pos,
+        "kv_end": kv_end,
+        "first_page": first_page,
+        "num_pages": num_pages,
+        "num_blocks": jnp.maximum(cdiv(num_pages, plan.pages_per_block), 1),
+    }
+
+
+# --- copies ---
+
+
+def _start_q(plan: _Plan, refs: dict[str, Any], item: dict[str, jax.Array], slot: Any) -> None:
+    for t in range(plan.lane_tiles):
+        pltpu.make_async_copy(
+            refs["q"].at[pl.ds(item["q_begin"], item["q_count"]), :, pl.ds(t * LANES, plan.lanes)],
+            refs["q_buf"].at[t, slot, pl.ds(0, item["q_count"]), pl.ds(0, plan.call.num_q_heads)],
+            refs["q_sem"].at[slot],
+        ).start()
+
+
+def _block_pages(plan: _Plan, item: dict[str, jax.Array], block: Any) -> jax.Array:
+    return jnp.minimum(item["num_pages"] - block * plan.pages_per_block, plan.pages_per_block)
+
+
+def _start_kv(plan: _Plan, refs: dict[str, Any], item: dict[str, jax.Array], block: Any, slot: Any) -> None:
+    call = plan.call
+    table = item["row"] * call.pages_per_seq + item["first_page"] + block * plan.pages_per_block
+
+    def start(i: Any, _: Any) -> None:
+        page = refs["page_ids"][table + i]
+        for t in range(plan.lane_tiles):
+            pltpu.make_async_copy(
+                refs["kv"].at[page, :, :, pl.ds(t * LANES, plan.lanes)],
+                refs["kv_buf"].at[t, slot, pl.ds(i * call.page_size, call.page_size), pl.ds(0, 2 * call.num_kv_heads)],
+                refs["kv_sem"].at[slot],
+            ).start()
+
+    jax.lax.fori_loop(0, _block_pages(plan, item, block), start, None)
+
+
+def _wait_tokens(refs: dict[str, Any], name: str, rows: int, slot: Any, num_tokens: jax.Array, sem: Any) -> None:
+    """Waits for copies into `refs[name]` that fill the first `num_tokens` of a slot."""
+    for t in range(refs[name].shape[0]):
+        buf = refs[name].at[t, slot, pl.ds(0, num_tokens), pl.ds(0, rows)]
+        pltpu.make_async_copy(buf, buf, sem.at[slot]).wait()
+
+
+def _wait_sent(plan: _Plan, refs: dict[str, Any], slot: Any) -> None:
+    count = refs["sent"][slot]
+
+    @pl.when(count > 0)
+    def _() -> None:
+        _wait_tokens(refs, "out_buf", plan.call.num_q_heads, slot, count, refs["out_sem"])
+        if plan.call.return_lse:
+            _wait_tokens(refs, "lse_buf", plan.call.num_q_heads, slot, count, refs["out_sem"])
+
+
+def _send(plan: _Plan, refs: dict[str, Any], item: dict[str, jax.Array], slot: Any) -> None:
+    count, sem = item["q_count"], refs["out_sem"].at[slot]
+    rows, tokens = pl.ds(0, plan.call.num_q_heads), pl.ds(item["q_begin"], count)
+    for t in range(plan.lane_tiles):
+        pltpu.make_async_copy(
+            refs["out_buf"].at[t, slot, pl.ds(0, count), rows],
+            refs["out"].at[tokens, :, pl.ds(t * LANES, plan.lanes)],
+            sem,
+        ).start()
+    if plan.call.return_lse:
+        pltpu.make_async_copy(refs["lse_buf"].at[0, slot, pl.ds(0, count), rows], refs["lse"].at[tokens], sem).start()
+    refs["sent"][slot] = count
+
+
+# --- one tile ---
+
+
+def _attend(
+    plan: _Plan, refs: dict[str, Any], tile: Any, item: dict[str, jax.Array], following: dict[str, jax.Array], slot: Any, step: Any
+) -> None:
+    """Goes through the KV of a tile block by block."""
+    call, chunk = plan.call, plan.blocks.compute_tokens
+    tile.begin(slot)
+
+    def block_step(block: Any, _: Any) -> None:
+        kv_slot = (step + block) & 1
+        is_last = block + 1 == item["num_blocks"]
+        source = {k: jnp.where(is_last, following[k], item[k]) for k in ("row", "first_page", "num_pages")}
+        _start_kv(plan, refs, source, jnp.where(is_last, 0, block + 1), 1 - kv_slot)
+        pages = _block_pages(plan, item, block)
+
+        @pl.when(pages > 0)
+        def _() -> None:
+            _wait_tokens(refs, "kv_buf", 2 * call.num_kv_heads, kv_slot, pages * call.page_size, refs["kv_sem"])
+
+        block_pos = (item["first_page"] + block * plan.pages_per_block) * call.page_size
+        end = jnp.minimum(item["kv_end"] - block_pos, plan.blocks.kv_tokens)
+        num_chunks = cdiv(jnp.maximum(end, 0), chunk)
+        _clear(refs["kv_buf"], kv_slot, end, num_chunks * chunk)
+
+        def chunk_step(c: Any, _: Any) -> None:
+            tile.attend(kv_slot, c * chunk, block_pos + c * chunk, item)
+
+        jax.lax.fori_loop(0, num_chunks, chunk_step, None)
+
+    jax.lax.fori_loop(0, item["num_blocks"], block_step, None)
+    tile.end(slot)
+
+
+def _clear(kv_buf: Any, slot: Any, begin: jax.Array, end: jax.Array) -> None:
+    """Zeroes tokens `begin .. end`, which may hold NaN: the weight of an unseen value is 0, and 0 * NaN is NaN."""
+    tiles, _, _, rows, lanes = kv_buf.shape
+
+    def clear(start: Any, size: int) -> None:
+        for t in range(tiles):
+            kv_buf[t, slot, pl.ds(start, size)] = jnp.zeros((size, rows, lanes), kv_buf.dtype)
+
+    aligned = jnp.minimum(round_up(begin, 8), end)
+    jax.lax.fori_loop(begin, aligned, lambda i, _: clear(i, 1), None)
+    jax.lax.fori_loop(aligned // 8, end // 8, lambda i, _: clear(pl.multiple_of(i * 8, 8), 8), None)
+
+
+def _keys_and_values(plan: _Plan, refs: dict[str, Any], slot: Any, start: Any, head: int) -> tuple[jax.Array, jax.Array]:
+    """K and V [compute_tokens, head_dim] of a head, tokens in the order of `token_of_row`."""
+    kv_buf, chunk = refs["kv_buf"], plan.blocks.compute_tokens
+    dtype, pack = kv_buf.dtype, packing(kv_buf.dtype)
+
+    def load(row: int) -> jax.Array:
+        parts = []
+        for t in range(plan.lane_tiles):
+            words = load_words(kv_buf.at[t], slot, start, chunk, row // pack, interpret=plan.interpret)
+            parts.append(unpack(words, row % pack, dtype, interpret=plan.interpret).astype(plan.compute_dtype))
+        return jnp.concatenate(parts, axis=1)
+
+    return load(2 * head), load(2 * head + 1)
+
+
+def _dot(plan: _Plan, a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (contract_b,)), ((), ())),
+        precision=plan.precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _softmax_step(
+    plan: _Plan, refs: dict[str, Any], s: jax.Array, seen: jax.Array, m_ref: Any, l_ref: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Takes scores [rows, tokens] into the statistics; returns the weights and what the accumulator shrinks by."""
+    call = plan.call
+    scale = call.sm_scale * refs["scales"][0] if call.k_scale else call.sm_scale
+    if call.soft_cap is None:
+        s = s * (scale * LOG2_E)
+    else:
+        s = (call.soft_cap * LOG2_E) * jnp.tanh(s * (scale / call.soft_cap))
+    s = jnp.where(seen, s, MASKED)
+    m_old = m_ref[...]
+    m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
+    shrink = jnp.exp2(m_old - m_new)
+    p = jnp.exp2(s - m_new[:, :1])
+    # Lane by lane; the lanes are summed once, at the end.
+    partial = functools.reduce(jnp.add, jnp.split(p, p.shape[1] // LANES, axis=1))
+    m_ref[...] = m_new
+    l_ref[...] = l_ref[...] * shrink + partial
+    return p.astype(plan.compute_dtype), shrink[:, :1]
+
+
+def _seen(plan: _Plan, q_pos: jax.Array, kv_pos: jax.Array, kv_end: jax.Array) -> jax.Array:
+    call = plan.call
+    seen = kv_pos <= q_pos if call.causal else kv_pos < kv_end
+    if call.sliding_window is not None:
+        seen &= kv_pos > q_pos - call.sliding_window
+    return seen
+
+
+def _kv_pos(plan: _Plan, refs: dict[str, Any], pos: jax.Array) -> jax.Array:
+    chunk = plan.blocks.compute_tokens
+    row = jax.lax.broadcasted_iota(jnp.int32, (1, chunk), 1)
+    return pos + token_of_row(row, chunk, refs["kv_buf"].dtype)
+
+
+def _finish(plan: _Plan, refs: dict[str, Any], acc: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The output [rows, head_dim] in float32, and the LSE [rows, LANES], every lane alike."""
+    total = jnp.sum(l, axis=1, keepdims=True)
+    nothing = m[:, :1] <= MASKED / 2
+    weight = refs["scales"][1] / total if plan.call.v_scale else 1.0 / total
+    out = jnp.where(nothing, 0.0, acc * weight)
+    lse = jnp.where(m <= MASKED / 2, -jnp.inf, (m + jnp.log2(total)) * (1 / LOG2_E))
+    return out, lse
+
+
+def _first_lane(shape: tuple[int, ...], value: float) -> jax.Array:
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) == 0, value, 0.0)
+
+
+class _Rows:
+    """A decode tile: one token; rows are its query heads, a pack of KV heads' worth at a time."""
+
+    def __init__(self, plan: _Plan, refs: dict[str, Any]) -> None:
+        self.plan, self.refs = plan, refs
+        self.rows = plan.heads_per_pack * plan.group
+        self.packs = plan.call.num_kv_heads // plan.heads_per_pack
+
+    def _in_head(self, head: int) -> jax.Array:
+        row = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
+        first = head % self.plan.heads_per_pack * self.plan.group
+        return (row >= first) & (row < first + self.plan.group)
+
+    def begin(self, slot: Any) -> None:
+        plan, refs = self.plan, self.refs
+        refs["row_acc"][...] = jnp.zeros(refs["row_acc"].shape, jnp.float32)
+        refs["row_l"][...] = _first_lane(refs["row_l"].shape, 1.0 if plan.call.sinks else 0.0)
+        for pack in range(self.packs):
+            rows = slice(pack * self.rows, (pack + 1) * self.rows)
+            refs["row_m"][pack] = refs["sinks"][rows]
+            for t in range(plan.lane_tiles):
+                q = refs["q_buf"][t, slot, 0][rows].astype(jnp.float32)
+                for i in range(plan.heads_per_pack):
+                    head = pack * plan.heads_per_pack + i
+                    own = jnp.where(self._in_head(head), q, 0.0)
+                    refs["row_q"][head, :, t * LANES : t * LANES + plan.lanes] = own.astype(plan.compute_dtype)
+
+    def attend(self, slot: Any, start: Any, pos: jax.Array, item: dict[str, jax.Array]) -> None:
+        plan, refs = self.plan, self.refs
+        seen = _seen(plan, item["first_pos"], _kv_pos(plan, refs, pos), item["kv_end"])
+        for pack in range(self.packs):
+            heads = range(pack * plan.heads_per_pack, (pack + 1) * plan.heads_per_pack)
+            kv = [_keys_and_values(plan, refs, slot, start, head) for head in heads]
+            s = sum(_dot(plan, refs["row_q"][head], k, 1) for head, (k, _) in zip(heads, kv))
+            p, shrink = _softmax_step(plan, refs, s, seen, refs["row_m"].at[pack], refs["row_l"].at[pack])
+            o = 0.0
+            for head, (_, v) in zip(heads, kv):
+                o += jnp.where(self._in_head(head), _dot(plan, p, v, 0), 0.0)
+            refs["row_acc"][pack] = refs["row_acc"][pack] * shrink + o
+
+    def end(self, slot: Any) -> None:
+        plan, refs = self.plan, self.refs
+        for pack in range(self.packs):
+            rows = pl.ds(pack * self.rows, self.rows)
+            out, lse = _finish(plan, refs, refs["row_acc"][pack], refs["row_m"][pack], refs["row_l"][pack])
+            for t in range(plan.lane_tiles):
+                part = out[:, t * LANES : t * LANES + plan.lanes]
+                refs["out_buf"][t, slot, 0, rows] = part.astype(refs["out_buf"].dtype)
+            if plan.call.return_lse:
+                refs["lse_buf"][0, slot, 0, rows] = lse
+
+
+class _Tile:
+    """A tile of several tokens: for each KV head, rows are (query word, token, query head within the word)."""
+
+    def __init__(self, plan: _Plan, refs: dict[str, Any]) -> None:
+        self.plan, self.refs = plan, refs
+        self.pack = packing(refs["q_buf"].dtype)
+        self.words = plan.group // self.pack
+        self.word_rows = plan.blocks.q_tokens * self.pack
+        self.rows = self.words * self.word_rows
+
+    def begin(self, slot: Any) -> None:
+        plan, refs = self.plan, self.refs
+        refs["tile_acc"][...] = jnp.zeros(refs["tile_acc"].shape, jnp.float32)
+        refs["tile_l"][...] = _first_lane(refs["tile_l"].shape, 1.0 if plan.call.sinks else 0.0)
+        refs["tile_m"][...] = jnp.full(refs["tile_m"].shape, MASKED)
+        for head in range(plan.call.num_kv_heads):
+            for w in range(self.words):
+                word, rows = head * self.words + w, slice(w * self.word_rows, (w + 1) * self.word_rows)
+                for t in range(plan.lane_tiles):
+                    words = load_words(
+                        refs["q_buf"].at[t], slot, 0, plan.blocks.q_tokens, word, interpret=plan.interpret
+                    )
+                    q = pltpu.bitcast(words, refs["q_buf"].dtype).astype(plan.compute_dtype)
+                    refs["tile_q"][head, rows, t * LANES : t * LANES + plan.lanes] = q
+                if plan.call.sinks:
+                    member = jax.lax.broadcasted_iota(jnp.int32, (self.word_rows, 1), 0) & (self.pack - 1)
+                    sink = refs["sinks"][word * self.pack : (word + 1) * self.pack]
+                    m = sink[:1] if self.pack == 1 else jnp.where(member == 0, sink[:1], sink[1:])
+                    refs["tile_m"][head, rows] = jnp.broadcast_to(m, (self.word_rows, LANES))
+
+    def attend(self, slot: Any, start: Any, pos: jax.Array, item: dict[str, jax.Array]) -> None:
+        plan, refs = self.plan, self.refs
+        row = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
+        token = (row // self.pack) & (plan.blocks.q_tokens - 1)
+        seen = _seen(plan, item["first_pos"] + token, _kv_pos(plan, refs, pos), item["kv_end"])
+        for head in range(plan.call.num_kv_heads):
+            k, v = _keys_and_values(plan, refs, slot, start, head)
+            s = _dot(plan, refs["tile_q"][head], k, 1)
+            p, shrink = _softmax_step(plan, refs, s, seen, refs["tile_m"].at[head], refs["tile_l"].at[head])
+            refs["tile_acc"][head] = refs["tile_acc"][head] * shrink + _dot(plan, p, v, 0)
+
+    def end(self, slot: Any) -> None:
+        plan, refs = self.plan, self.refs
+        out_buf = refs["out_buf"]
+        for head in range(plan.call.num_kv_heads):
+            out, lse = _finish(plan, refs, refs["tile_acc"][head], refs["tile_m"][head], refs["tile_l"][head])
+            if plan.call.return_lse:
+                refs["tile_m"][head] = lse
+            for w in range(self.words):
+                word, rows = head * self.words + w, slice(w * self.word_rows, (w + 1) * self.word_rows)
+                for t in range(plan.lane_tiles):
+                    part = out[rows, t * LANES : t * LANES + plan.lanes].astype(out_buf.dtype)
+                    words = pltpu.bitcast(part, jnp.uint32)
+                    store_words(out_buf.at[t], slot, word, words, interpret=plan.interpret)
+                if not plan.call.return_lse:
+                    continue
+                for i in range(self.pack):
+                    # The rows of one query head lie `pack` apart.
+                    own = refs["tile_m"][head, pl.ds(w * self.word_rows + i, plan.blocks.q_tokens, stride=self.pack), :]
+                    words = jax.lax.bitcast_convert_type(own, jnp.uint32)
+                    store_words(refs["lse_buf"].at[0], slot, word * self.pack + i, words, interpret=plan.interpret)
