@@ -32,8 +32,8 @@ def load_words(ref: Any, slot: Any, start: Any, size: int, word: int, *, interpr
         return _as_words(rows)
     words_per_token = num_rows // pack
     words = ref.bitcast(jnp.uint32).reshape(ref.shape[0] * num_tokens * words_per_token, head_dim)
-    first = (slot * num_tokens + start) * words_per_token + word
-    return words[pl.ds(first, size, stride=words_per_token), :]
+    first = pl.multiple_of((slot * num_tokens + start) * words_per_token, 8)
+    return words.at[pl.ds(first, size * words_per_token)][pl.ds(word, size, stride=words_per_token), :]
 
 
 def store_words(ref: Any, slot: Any, word: int, words: jax.Array, *, interpret: bool) -> None:
@@ -48,8 +48,9 @@ def store_words(ref: Any, slot: Any, word: int, words: jax.Array, *, interpret: 
         return
     words_per_token = num_rows // pack
     target = ref.bitcast(jnp.uint32).reshape(ref.shape[0] * num_tokens * words_per_token, head_dim)
-    first = slot * num_tokens * words_per_token + word
-    target[pl.ds(first, num_tokens, stride=words_per_token), :] = words
+    first = pl.multiple_of(slot * num_tokens * words_per_token, 8)
+    tile = target.at[pl.ds(first, num_tokens * words_per_token)]
+    tile[pl.ds(word, num_tokens, stride=words_per_token), :] = words
 
 
 def unpack(words: jax.Array, index: int, dtype: Any, *, interpret: bool) -> jax.Array:

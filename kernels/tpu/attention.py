@@ -212,7 +212,7 @@ def _run(
         "out_sem": pltpu.SemaphoreType.DMA((2,)),
     }
     names = ("kv_lens", "page_ids", "cu_q_lens", "num_seqs", "scales", "sinks", "q", "kv", "out", "lse", *scratch)
-    smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
+    smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
     sink_rows = jnp.full((q_heads,), MASKED, f32) if sinks is None else sinks.astype(f32) * LOG2_E
     return pl.pallas_call(
         lambda *refs: _kernel(plan, dict(zip(names, refs, strict=True))),
@@ -221,7 +221,9 @@ def _run(
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse_shape, f32)],
         scratch_shapes=list(scratch.values()),
         interpret=interpret,
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=plan.blocks.vmem_bytes),
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=plan.blocks.vmem_bytes, disable_bounds_checks=True
+        ),
         name=f"ragged_paged_attention_{'decode' if call.decode_only else 'mixed'}",
     )(
         kv_lens,
