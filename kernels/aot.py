@@ -23,7 +23,7 @@ from typing import Any
 
 from .api import AttentionCall
 
-# TODO-free facts of the chips: topology to compile for; clock in GHz. Bandwidth and peak come from jax's own table.
+# The topology to compile for, and the clock in GHz. Bandwidth and peak come from jax's own table.
 # Clocks: v4, v5e, v5p follow from the bf16 peak and the matrix units (peak / (2 * units * 128**2)). For v6e and tpu7x
 # that gives twice a plausible clock, so each of their units is taken to do two 256-wide passes a cycle.
 CHIPS = {
@@ -116,32 +116,33 @@ def count_loops(bundles: Iterable[str], utilization: Iterable[str]) -> tuple[lis
                 capacity = dict(zip(units, numbers))
             else:
                 rows.append(numbers)
-    stack = [Loop(depth=0)]
-    loops = [stack[0]]
+    loops = [Loop(depth=0)]
+    newest = {0: loops[0]}  # by depth
+    loop = loops[0]
     index = 0
     for number, line in enumerate(bundles):
         match = _BUNDLE.match(line)
         if not match:
             continue
         label, depth, text = match.group(1), match.group(2).count(">"), match.group(3)
-        is_real = index < len(rows)
-        # The listing marks the nesting of a bundle by what ends in it; an empty one says nothing.
         if label == "LB":
-            while stack[-1].depth >= depth:
-                stack.pop()
-            stack.append(Loop(depth=depth, line=number))
-            loops.append(stack[-1])
-        elif depth < stack[-1].depth and text.strip().strip("}").strip():
-            while stack[-1].depth > depth:
-                stack.pop()
-        loop = stack[-1]
+            newest[depth] = Loop(depth=depth, line=number)
+            loops.append(newest[depth])
+        # An empty bundle is printed without its depth.
+        if text.strip(" }") or label == "LB":
+            loop = newest[depth]
         loop.bundles += 1
         loop.dmas += text.count(" dma.")
-        if is_real:
+        if index < len(rows):
             for unit, used in zip(units, rows[index]):
                 loop.slots[unit] = loop.slots.get(unit, 0) + used
         index += 1
     return loops, capacity
+
+
+def inner_loop(found: dict[str, Any]) -> Loop:
+    """Of what `compile_specs` found: the loop that multiplies most."""
+    return max((Loop(**loop) for loop in found["loops"]), key=lambda loop: loop.slots.get("MXU", 0))
 
 
 # --- the compiler, in a process of its own: it reads where to write its listings when it is loaded ---
@@ -291,7 +292,7 @@ def _line(row: dict[str, Any]) -> str:
     if row["status"] != "compiled":
         return f"{name} {row['status']}: {row['reason']}"
     loops = [Loop(**loop) for loop in row["loops"]]
-    inner = max(loops, key=lambda loop: loop.slots.get("MXU", 0))
+    inner = inner_loop(row)
     busy = " ".join(f"{unit} {100 * inner.busy(unit, row['capacity']):.0f}%" for unit in row["capacity"])
     tree = " ".join(f"{'>' * loop.depth}{loop.bundles}" for loop in loops)
     return f"{name} inner loop {inner.bundles} bundles ({busy}); loops: {tree}"

@@ -11,7 +11,8 @@ class Blocks:
     """Tile sizes of the TPU kernel, in tokens."""
 
     kv_tokens: int  # fetched together; a multiple of the page size
-    compute_tokens: int  # multiplied together; a multiple of 128
+    compute_tokens: int  # of one turn of the inner loop; a multiple of 128
+    softmax_tokens: int  # of one step of the softmax in a decode; divides compute_tokens
     q_tokens: int  # of one row; a power of two
     vmem_bytes: int = 64 * 2**20
 
@@ -24,4 +25,4 @@ def choose_blocks(call: AttentionCall) -> Blocks:
     q_tokens = 1 if call.decode_only else 16
     while q_tokens < 64 and q_tokens < call.max_tokens and not call.decode_only:
         q_tokens *= 2
-    return Blocks(kv_tokens=kv_tokens, compute_tokens=compute_tokens, q_tokens=q_tokens)
+    return Blocks(kv_tokens=kv_tokens, compute_tokens=compute_tokens, softmax_tokens=128, q_tokens=q_tokens)

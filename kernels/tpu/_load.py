@@ -36,6 +36,53 @@ def load_words(ref: Any, slot: Any, start: Any, size: int, word: int, *, interpr
     return words.at[pl.ds(first, size * words_per_token)][pl.ds(word, size, stride=words_per_token), :]
 
 
+def load_all(ref: Any, slot: Any, start: Any, size: int, which: int, *, interpret: bool) -> jax.Array:
+    """[size * heads, head_dim]: the keys (`which` 0) or values (1) of all heads of tokens `start .. start + size`.
+
+    `ref` is [slots, tokens, rows, head_dim], rows K0 V0 K1 V1 ... Nothing is gathered here, so this costs least;
+    `token_and_head` says which row is whose.
+    """
+    _, num_tokens, num_rows, head_dim = ref.shape
+    pack = packing(ref.dtype)
+    if interpret:
+        rows = ref[slot, pl.ds(start, size)].reshape(size * num_rows // pack, pack, head_dim)
+        words = _as_words(rows)
+        if pack == 1:
+            words = words[which::2]
+    else:
+        words_per_token = num_rows // pack
+        words = ref.bitcast(jnp.uint32).reshape(ref.shape[0] * num_tokens * words_per_token, head_dim)
+        first = pl.multiple_of((slot * num_tokens + start) * words_per_token, 8)
+        tile = words.at[pl.ds(first, size * words_per_token)]
+        words = tile[pl.ds(which, size * words_per_token // 2, stride=2)] if pack == 1 else tile[...]
+    if pack == 1:
+        return jax.lax.bitcast_convert_type(words, ref.dtype)
+    return jnp.concatenate([unpack(words, i, ref.dtype, interpret=interpret) for i in range(which, pack, 2)])
+
+
+def token_and_head(num_tokens: int, num_rows: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """i32[1, num_tokens * heads] each: the token and the KV head of every row of `load_all`, laid along lanes."""
+    pack = packing(dtype)
+    if pack == 1:
+        row = jax.lax.broadcasted_iota(jnp.int32, (1, num_tokens * num_rows // 2), 1)
+        token = divide(row, num_rows // 2)
+        return token, row - token * (num_rows // 2)
+    words_per_token = num_rows // pack
+    num_words = num_tokens * words_per_token
+    word = token_of_row(jax.lax.broadcasted_iota(jnp.int32, (1, num_words), 1), num_words, dtype)
+    token = divide(word, words_per_token)
+    first_head = (word - token * words_per_token) * (pack // 2)
+    parts = range(pack // 2)
+    return jnp.concatenate([token for _ in parts], axis=1), jnp.concatenate([first_head + i for i in parts], axis=1)
+
+
+def divide(x: jax.Array, by: int) -> jax.Array:
+    """x // by for small x >= 0; the vector unit has no integer division, and float32 is exact here."""
+    if by & (by - 1) == 0:
+        return x >> (by.bit_length() - 1)
+    return ((x.astype(jnp.float32) + 0.5) * (1 / by)).astype(jnp.int32)
+
+
 def store_words(ref: Any, slot: Any, word: int, words: jax.Array, *, interpret: bool) -> None:
     """Writes u32[tokens, head_dim] to word row `word` of every token of `ref[slot]`: the reverse of `load_words`."""
     _, num_tokens, num_rows, head_dim = ref.shape

@@ -6,8 +6,8 @@ be it of this tile or the first one of the next: the copies never pause between 
 the output of the last one travel in the same manner.
 
 The arithmetic. Heads lie on sublanes in a page (K0 V0 K1 V1 ...), so a strided load of 32-bit words fetches one head
-of many tokens (`_load.py`). Where a tile has few rows per KV head (decode), the rows of several heads are stacked,
-each zero outside its own head's product, and share one softmax and one accumulator tile. Statistics (m, l) and the
+of many tokens (`_load.py`); for prefill that is spread over many query rows. A decode has too few of them: it
+multiplies all query heads with all heads' keys as they lie, and masks what is not its own. Statistics (m, l) and the
 accumulator are float32, in base 2: p = exp2(s - m).
 
 Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; its tiling: Dao et al. 2022, arXiv 2205.14135.
@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .._compat import cdiv, round_up
+from .._compat import cdiv, floordiv, round_up
 from ..api import AttentionCall
 from ..tuning import Blocks, choose_blocks
-from ._load import load_words, packing, store_words, token_of_row, unpack
+from ._load import divide, load_all, load_words, packing, store_words, token_and_head, token_of_row, unpack
 
 LOG2_E = math.log2(math.e)
 # Stands for -inf in scores and maxima: differences of it are 0, not NaN. Real scores never come near it.
@@ -87,14 +87,6 @@ class _Plan:
     @property
     def buffer_tokens(self) -> int:
         return round_up(self.blocks.kv_tokens, self.blocks.compute_tokens)
-
-    @property
-    def heads_per_pack(self) -> int:
-        """KV heads whose query rows share a decode tile: as few as fill 16 rows, or all."""
-        for heads in range(1, self.call.num_kv_heads):
-            if self.call.num_kv_heads % heads == 0 and heads * self.group % 16 == 0:
-                return heads
-        return self.call.num_kv_heads
 
     @property
     def precision(self) -> Any:
@@ -187,7 +179,6 @@ def _run(
     lse_tokens, lse_rows = (q_tokens, round_up(q_heads, 8)) if call.return_lse else (1, 8)
     lse_shape = (call.max_tokens, q_heads, LANES) if call.return_lse else (1, 8, LANES)
 
-    packs, pack_rows = heads // plan.heads_per_pack, plan.heads_per_pack * group
     tile_rows = 8 if call.decode_only else q_tokens * group
     tile_heads = 1 if call.decode_only else heads
     f32, operand = jnp.float32, plan.compute_dtype
@@ -196,11 +187,10 @@ def _run(
         "q_buf": pltpu.VMEM((tiles, 2, q_tokens, q_rows, lanes), q.dtype),
         "out_buf": pltpu.VMEM((tiles, 2, q_tokens, q_rows, lanes), q.dtype),
         "lse_buf": pltpu.VMEM((1, 2, lse_tokens, lse_rows, LANES), f32),
-        # Rows of a decode tile: the query heads of a pack, one masked copy per KV head of it.
-        "row_q": pltpu.VMEM((heads, pack_rows, call.head_dim), operand),
-        "row_acc": pltpu.VMEM((packs, pack_rows, call.head_dim), f32),
-        "row_m": pltpu.VMEM((packs, pack_rows, LANES), f32),
-        "row_l": pltpu.VMEM((packs, pack_rows, LANES), f32),
+        # Rows of a decode tile: the query heads.
+        "row_acc": pltpu.VMEM((q_heads, call.head_dim), f32),
+        "row_m": pltpu.VMEM((q_heads, LANES), f32),
+        "row_l": pltpu.VMEM((q_heads, LANES), f32),
         # Rows of a larger tile: the tokens of the query heads of one KV head.
         "tile_q": pltpu.VMEM((tile_heads, tile_rows, call.head_dim), operand),
         "tile_acc": pltpu.VMEM((tile_heads, tile_rows, call.head_dim), f32),
@@ -253,6 +243,10 @@ def _kernel(plan: _Plan, refs: dict[str, Any]) -> None:
     num_rows = refs["num_seqs"][0]
     refs["sent"][0] = 0
     refs["sent"][1] = 0
+    if refs["kv_buf"].shape[3] != 2 * plan.call.num_kv_heads:
+        # Rows no copy ever fills: their weights are 0, and 0 * NaN is NaN.
+        _clear(refs["kv_buf"], 0, 0, plan.buffer_tokens)
+        _clear(refs["kv_buf"], 1, 0, plan.buffer_tokens)
 
     first = _describe(plan, refs, _next_row(refs, 0, num_rows), 0)
 
@@ -313,7 +307,7 @@ def _describe(plan: _Plan, refs: dict[str, Any], row: jax.Array, tile: Any) -> d
     first_pos = kv_len - end + q_begin  # of the tile's first query
     kv_end = jnp.clip(first_pos + q_count, 0, kv_len) if call.causal else kv_len
     window = call.sliding_window
-    first_page = jnp.int32(0) if window is None else jnp.maximum(first_pos - window + 1, 0) // call.page_size
+    first_page = jnp.int32(0) if window is None else floordiv(jnp.maximum(first_pos - window + 1, 0), call.page_size)
     kv_end = jnp.where(is_row, kv_end, 0)
     num_pages = jnp.maximum(cdiv(kv_end, call.page_size) - first_page, 0)
     return {
@@ -349,7 +343,7 @@ def _start_kv(plan: _Plan, refs: dict[str, Any], item: dict[str, jax.Array], blo
     call = plan.call
     table = item["row"] * call.pages_per_seq + item["first_page"] + block * plan.pages_per_block
 
-    def start(i: Any, _: Any) -> None:
+    def start(i: Any) -> None:
         page = refs["page_ids"][table + i]
         for t in range(plan.lane_tiles):
             pltpu.make_async_copy(
@@ -358,7 +352,17 @@ def _start_kv(plan: _Plan, refs: dict[str, Any], item: dict[str, jax.Array], blo
                 refs["kv_sem"].at[slot],
             ).start()
 
-    jax.lax.fori_loop(0, _block_pages(plan, item, block), start, None)
+    # Several to a turn, so that the scalar unit works on the next address while it waits for this one.
+    unroll = math.gcd(8, plan.pages_per_block)
+    count = jnp.maximum(_block_pages(plan, item, block), 0)
+
+    def start_group(group: Any, _: Any) -> None:
+        for i in range(unroll):
+            start(group * unroll + i)
+
+    groups = floordiv(count, unroll)
+    jax.lax.fori_loop(0, groups, start_group, None)
+    jax.lax.fori_loop(groups * unroll, count, lambda i, _: start(i), None)
 
 
 def _wait_tokens(refs: dict[str, Any], name: str, rows: int, slot: Any, num_tokens: jax.Array, sem: Any) -> None:
@@ -414,14 +418,22 @@ def _attend(
             _wait_tokens(refs, "kv_buf", 2 * call.num_kv_heads, kv_slot, pages * call.page_size, refs["kv_sem"])
 
         block_pos = (item["first_page"] + block * plan.pages_per_block) * call.page_size
-        end = jnp.minimum(item["kv_end"] - block_pos, plan.blocks.kv_tokens)
-        num_chunks = cdiv(jnp.maximum(end, 0), chunk)
+        end = jnp.clip(item["kv_end"] - block_pos, 0, plan.blocks.kv_tokens)
+        num_chunks = cdiv(end, chunk)
         _clear(refs["kv_buf"], kv_slot, end, num_chunks * chunk)
 
-        def chunk_step(c: Any, _: Any) -> None:
-            tile.attend(kv_slot, c * chunk, block_pos + c * chunk, item)
+        # Chunks of which every query sees every key are spared the mask; they are most, and lie side by side.
+        first, last = tile.whole_chunks(block_pos, num_chunks, item)
 
-        jax.lax.fori_loop(0, num_chunks, chunk_step, None)
+        def whole_chunk(c: Any, _: Any) -> None:
+            tile.attend(kv_slot, c * chunk, None)
+
+        def cut_chunk(i: Any, _: Any) -> None:
+            c = jnp.where(i < first, i, i + last - first)
+            tile.attend(kv_slot, c * chunk, (block_pos + c * chunk, item))
+
+        jax.lax.fori_loop(first, last, whole_chunk, None)
+        jax.lax.fori_loop(0, num_chunks - (last - first), cut_chunk, None)
 
     jax.lax.fori_loop(0, item["num_blocks"], block_step, None)
     tile.end(slot)
@@ -437,22 +449,19 @@ def _clear(kv_buf: Any, slot: Any, begin: jax.Array, end: jax.Array) -> None:
 
     aligned = jnp.minimum(round_up(begin, 8), end)
     jax.lax.fori_loop(begin, aligned, lambda i, _: clear(i, 1), None)
-    jax.lax.fori_loop(aligned // 8, end // 8, lambda i, _: clear(pl.multiple_of(i * 8, 8), 8), None)
+    jax.lax.fori_loop(floordiv(aligned, 8), floordiv(end, 8), lambda i, _: clear(pl.multiple_of(i * 8, 8), 8), None)
 
 
-def _keys_and_values(plan: _Plan, refs: dict[str, Any], slot: Any, start: Any, head: int) -> tuple[jax.Array, jax.Array]:
-    """K and V [compute_tokens, head_dim] of a head, tokens in the order of `token_of_row`."""
-    kv_buf, chunk = refs["kv_buf"], plan.blocks.compute_tokens
-    dtype, pack = kv_buf.dtype, packing(kv_buf.dtype)
-
-    def load(row: int) -> jax.Array:
-        parts = []
-        for t in range(plan.lane_tiles):
-            words = load_words(kv_buf.at[t], slot, start, chunk, row // pack, interpret=plan.interpret)
-            parts.append(unpack(words, row % pack, dtype, interpret=plan.interpret).astype(plan.compute_dtype))
-        return jnp.concatenate(parts, axis=1)
-
-    return load(2 * head), load(2 * head + 1)
+def _load_head(plan: _Plan, refs: dict[str, Any], slot: Any, start: Any, row: int) -> jax.Array:
+    """[compute_tokens, head_dim] of a row of the pool's head axis (K or V), tokens in the order of `token_of_row`."""
+    kv_buf, pack = refs["kv_buf"], packing(refs["kv_buf"].dtype)
+    parts = []
+    for t in range(plan.lane_tiles):
+        words = load_words(
+            kv_buf.at[t], slot, start, plan.blocks.compute_tokens, row // pack, interpret=plan.interpret
+        )
+        parts.append(unpack(words, row % pack, kv_buf.dtype, interpret=plan.interpret).astype(plan.compute_dtype))
+    return jnp.concatenate(parts, axis=1)
 
 
 def _dot(plan: _Plan, a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
@@ -466,25 +475,31 @@ def _dot(plan: _Plan, a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
 
 
 def _softmax_step(
-    plan: _Plan, refs: dict[str, Any], s: jax.Array, seen: jax.Array, m_ref: Any, l_ref: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Takes scores [rows, tokens] into the statistics; returns the weights and what the accumulator shrinks by."""
+    plan: _Plan, refs: dict[str, Any], s: jax.Array, hidden: jax.Array | None, m_old: jax.Array, l_old: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Takes scores [rows, tokens] into the statistics, `hidden`, 0 or MASKED, added to them where there is one.
+
+    Returns the weights; what the accumulator shrinks by, [rows, LANES] with every lane alike; the new m and l.
+    """
     call = plan.call
     scale = call.sm_scale * refs["scales"][0] if call.k_scale else call.sm_scale
     if call.soft_cap is None:
         s = s * (scale * LOG2_E)
     else:
         s = (call.soft_cap * LOG2_E) * jnp.tanh(s * (scale / call.soft_cap))
-    s = jnp.where(seen, s, MASKED)
-    m_old = m_ref[...]
+    if hidden is not None:
+        s = s + hidden
     m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
     shrink = jnp.exp2(m_old - m_new)
-    p = jnp.exp2(s - m_new[:, :1])
+    p = jnp.exp2(s - _lanes_to(m_new, s.shape[1]))
     # Lane by lane; the lanes are summed once, at the end.
     partial = functools.reduce(jnp.add, jnp.split(p, p.shape[1] // LANES, axis=1))
-    m_ref[...] = m_new
-    l_ref[...] = l_ref[...] * shrink + partial
-    return p.astype(plan.compute_dtype), shrink[:, :1]
+    return p.astype(plan.compute_dtype), shrink, m_new, l_old * shrink + partial
+
+
+def _lanes_to(x: jax.Array, width: int) -> jax.Array:
+    """[rows, LANES], every lane alike, to [rows, width]: whole registers are named again, nothing moves."""
+    return x[:, :width] if width < LANES else jnp.concatenate([x] * (width // LANES), axis=1)
 
 
 def _seen(plan: _Plan, q_pos: jax.Array, kv_pos: jax.Array, kv_end: jax.Array) -> jax.Array:
@@ -493,6 +508,20 @@ def _seen(plan: _Plan, q_pos: jax.Array, kv_pos: jax.Array, kv_end: jax.Array) -
     if call.sliding_window is not None:
         seen &= kv_pos > q_pos - call.sliding_window
     return seen
+
+
+def _whole_chunks(
+    plan: _Plan, block_pos: jax.Array, num_chunks: jax.Array, item: dict[str, jax.Array], num_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """The range of a block's chunks whose keys all of the tile's `num_tokens` queries see."""
+    call, chunk = plan.call, plan.blocks.compute_tokens
+    seen_by_first = item["first_pos"] + 1 if call.causal else item["kv_end"]
+    last = jnp.minimum(floordiv(jnp.maximum(seen_by_first - block_pos, 0), chunk), num_chunks)
+    if call.sliding_window is None:
+        return jnp.int32(0), last
+    too_old = item["first_pos"] + num_tokens - call.sliding_window - block_pos  # for the last of them
+    first = jnp.minimum(cdiv(jnp.maximum(too_old, 0), chunk), last)
+    return first, last
 
 
 def _kv_pos(plan: _Plan, refs: dict[str, Any], pos: jax.Array) -> jax.Array:
@@ -516,55 +545,77 @@ def _first_lane(shape: tuple[int, ...], value: float) -> jax.Array:
 
 
 class _Rows:
-    """A decode tile: one token; rows are its query heads, a pack of KV heads' worth at a time."""
+    """A decode tile: one token, whose query heads are the rows.
+
+    All query heads are multiplied with the keys of all KV heads, and the products across heads masked away. That
+    wastes matrix and exponential work that a decode has to spare, and saves what it has not: taking heads apart.
+    """
 
     def __init__(self, plan: _Plan, refs: dict[str, Any]) -> None:
         self.plan, self.refs = plan, refs
-        self.rows = plan.heads_per_pack * plan.group
-        self.packs = plan.call.num_kv_heads // plan.heads_per_pack
-
-    def _in_head(self, head: int) -> jax.Array:
-        row = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
-        first = head % self.plan.heads_per_pack * self.plan.group
-        return (row >= first) & (row < first + self.plan.group)
+        self.num_heads = plan.call.num_q_heads
 
     def begin(self, slot: Any) -> None:
-        plan, refs = self.plan, self.refs
+        refs = self.refs
         refs["row_acc"][...] = jnp.zeros(refs["row_acc"].shape, jnp.float32)
-        refs["row_l"][...] = _first_lane(refs["row_l"].shape, 1.0 if plan.call.sinks else 0.0)
-        for pack in range(self.packs):
-            rows = slice(pack * self.rows, (pack + 1) * self.rows)
-            refs["row_m"][pack] = refs["sinks"][rows]
-            for t in range(plan.lane_tiles):
-                q = refs["q_buf"][t, slot, 0][rows].astype(jnp.float32)
-                for i in range(plan.heads_per_pack):
-                    head = pack * plan.heads_per_pack + i
-                    own = jnp.where(self._in_head(head), q, 0.0)
-                    refs["row_q"][head, :, t * LANES : t * LANES + plan.lanes] = own.astype(plan.compute_dtype)
+        refs["row_l"][...] = _first_lane(refs["row_l"].shape, 1.0 if self.plan.call.sinks else 0.0)
+        refs["row_m"][...] = refs["sinks"][...]
 
-    def attend(self, slot: Any, start: Any, pos: jax.Array, item: dict[str, jax.Array]) -> None:
-        plan, refs = self.plan, self.refs
-        seen = _seen(plan, item["first_pos"], _kv_pos(plan, refs, pos), item["kv_end"])
-        for pack in range(self.packs):
-            heads = range(pack * plan.heads_per_pack, (pack + 1) * plan.heads_per_pack)
-            kv = [_keys_and_values(plan, refs, slot, start, head) for head in heads]
-            s = sum(_dot(plan, refs["row_q"][head], k, 1) for head, (k, _) in zip(heads, kv))
-            p, shrink = _softmax_step(plan, refs, s, seen, refs["row_m"].at[pack], refs["row_l"].at[pack])
-            o = 0.0
-            for head, (_, v) in zip(heads, kv):
-                o += jnp.where(self._in_head(head), _dot(plan, p, v, 0), 0.0)
-            refs["row_acc"][pack] = refs["row_acc"][pack] * shrink + o
+    def whole_chunks(self, block_pos: jax.Array, num_chunks: jax.Array, item: dict[str, jax.Array]) -> Any:
+        return _whole_chunks(self.plan, block_pos, num_chunks, item, 1)
+
+    def attend(self, slot: Any, start: Any, cut: tuple[jax.Array, dict[str, jax.Array]] | None) -> None:
+        plan, refs, step = self.plan, self.refs, self.plan.blocks.softmax_tokens
+        parts = [refs["q_buf"][t, slot, 0][: self.num_heads] for t in range(plan.lane_tiles)]
+        q = jnp.concatenate(parts, axis=1).astype(plan.compute_dtype)
+        m, l, acc = refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...]
+        scores = _dot(plan, q, self._load(slot, start, 0), 1)
+        for i in range(0, plan.blocks.compute_tokens, step):
+            s = scores
+            if i + step < plan.blocks.compute_tokens:
+                # Asked for before it is needed, so that the matrix units have work during this softmax.
+                scores = _dot(plan, q, self._load(slot, start + (i + step), 0), 1)
+            here = None if cut is None else (cut[0] + i, cut[1])
+            p, shrink, m, l = _softmax_step(plan, refs, s, self._hidden(here), m, l)
+            o = _dot(plan, p, self._load(slot, start + i, 1), 0)
+            acc = acc * _lanes_to(shrink, plan.call.head_dim) + o
+        refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...] = m, l, acc
+
+    def _load(self, slot: Any, start: Any, which: int) -> jax.Array:
+        plan, kv_buf = self.plan, self.refs["kv_buf"]
+        parts = [
+            load_all(kv_buf.at[t], slot, start, plan.blocks.softmax_tokens, which, interpret=plan.interpret)
+            for t in range(plan.lane_tiles)
+        ]
+        return jnp.concatenate(parts, axis=1).astype(plan.compute_dtype)
+
+    def _hidden(self, cut: tuple[jax.Array, dict[str, jax.Array]] | None) -> jax.Array:
+        """f32[query heads, keys]: what to add to the scores; MASKED for another head's keys, and beyond a cut."""
+        plan, kv_buf = self.plan, self.refs["kv_buf"]
+        token, head = token_and_head(plan.blocks.softmax_tokens, kv_buf.shape[3], kv_buf.dtype)
+        width = head.shape[1]
+        row = jax.lax.broadcasted_iota(jnp.int32, (self.num_heads, 1), 0)
+        period = kv_buf.shape[3] if width % LANES == 0 and LANES % kv_buf.shape[3] == 0 else width
+        if packing(kv_buf.dtype) <= 2 and period < width:
+            # The heads come round again every `period` columns, so one register's worth says it all.
+            bias = jnp.where(divide(row, plan.group) == head[:, :LANES], 0.0, MASKED)
+            bias = jnp.concatenate([bias] * (width // LANES), axis=1)
+        else:
+            bias = jnp.where(divide(row, plan.group) == head, 0.0, MASKED)
+        if cut is None:
+            return bias
+        pos, item = cut
+        return jnp.where(_seen(plan, item["first_pos"], pos + token, item["kv_end"]), bias, MASKED)
 
     def end(self, slot: Any) -> None:
         plan, refs = self.plan, self.refs
-        for pack in range(self.packs):
-            rows = pl.ds(pack * self.rows, self.rows)
-            out, lse = _finish(plan, refs, refs["row_acc"][pack], refs["row_m"][pack], refs["row_l"][pack])
-            for t in range(plan.lane_tiles):
-                part = out[:, t * LANES : t * LANES + plan.lanes]
-                refs["out_buf"][t, slot, 0, rows] = part.astype(refs["out_buf"].dtype)
-            if plan.call.return_lse:
-                refs["lse_buf"][0, slot, 0, rows] = lse
+        rows = pl.ds(0, self.num_heads)
+        out, lse = _finish(plan, refs, refs["row_acc"][...], refs["row_m"][...], refs["row_l"][...])
+        for t in range(plan.lane_tiles):
+            part = out[:, t * LANES : t * LANES + plan.lanes]
+            refs["out_buf"][t, slot, 0, rows] = part.astype(refs["out_buf"].dtype)
+        if plan.call.return_lse:
+            refs["lse_buf"][0, slot, 0, rows] = lse
 
 
 class _Tile:
@@ -597,16 +648,25 @@ class _Tile:
                     m = sink[:1] if self.pack == 1 else jnp.where(member == 0, sink[:1], sink[1:])
                     refs["tile_m"][head, rows] = jnp.broadcast_to(m, (self.word_rows, LANES))
 
-    def attend(self, slot: Any, start: Any, pos: jax.Array, item: dict[str, jax.Array]) -> None:
-        plan, refs = self.plan, self.refs
+    def whole_chunks(self, block_pos: jax.Array, num_chunks: jax.Array, item: dict[str, jax.Array]) -> Any:
+        return _whole_chunks(self.plan, block_pos, num_chunks, item, self.plan.blocks.q_tokens)
+
+    def _hidden(self, pos: jax.Array, item: dict[str, jax.Array]) -> jax.Array:
         row = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
-        token = (row // self.pack) & (plan.blocks.q_tokens - 1)
-        seen = _seen(plan, item["first_pos"] + token, _kv_pos(plan, refs, pos), item["kv_end"])
+        token = floordiv(row, self.pack) & (self.plan.blocks.q_tokens - 1)
+        seen = _seen(self.plan, item["first_pos"] + token, _kv_pos(self.plan, self.refs, pos), item["kv_end"])
+        return jnp.where(seen, 0.0, MASKED)
+
+    def attend(self, slot: Any, start: Any, cut: tuple[jax.Array, dict[str, jax.Array]] | None) -> None:
+        plan, refs = self.plan, self.refs
+        hidden = None if cut is None else self._hidden(*cut)
         for head in range(plan.call.num_kv_heads):
-            k, v = _keys_and_values(plan, refs, slot, start, head)
-            s = _dot(plan, refs["tile_q"][head], k, 1)
-            p, shrink = _softmax_step(plan, refs, s, seen, refs["tile_m"].at[head], refs["tile_l"].at[head])
-            refs["tile_acc"][head] = refs["tile_acc"][head] * shrink + _dot(plan, p, v, 0)
+            s = _dot(plan, refs["tile_q"][head], _load_head(plan, refs, slot, start, 2 * head), 1)
+            p, shrink, refs["tile_m"][head], refs["tile_l"][head] = _softmax_step(
+                plan, refs, s, hidden, refs["tile_m"][head], refs["tile_l"][head]
+            )
+            o = _dot(plan, p, _load_head(plan, refs, slot, start, 2 * head + 1), 0)
+            refs["tile_acc"][head] = refs["tile_acc"][head] * _lanes_to(shrink, plan.call.head_dim) + o
 
     def end(self, slot: Any) -> None:
         plan, refs = self.plan, self.refs
