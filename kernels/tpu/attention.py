@@ -569,17 +569,26 @@ class _Rows:
         parts = [refs["q_buf"][t, slot, 0][: self.num_heads] for t in range(plan.lane_tiles)]
         q = jnp.concatenate(parts, axis=1).astype(plan.compute_dtype)
         m, l, acc = refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...]
+        # A pipeline of three stages, written out: while step i is in its softmax, the matrix units have the keys of
+        # step i + 1 and the values of step i - 1 to work on.
+        steps = range(0, plan.blocks.compute_tokens, step)
         scores = _dot(plan, q, self._load(slot, start, 0), 1)
-        for i in range(0, plan.blocks.compute_tokens, step):
+        waiting: Any = None
+        for i in steps:
             s = scores
-            if i + step < plan.blocks.compute_tokens:
-                # Asked for before it is needed, so that the matrix units have work during this softmax.
+            if i + step in steps:
                 scores = _dot(plan, q, self._load(slot, start + (i + step), 0), 1)
+            if waiting is not None:
+                acc = self._accumulate(acc, slot, start + (i - step), *waiting)
             here = None if cut is None else (cut[0] + i, cut[1])
             p, shrink, m, l = _softmax_step(plan, refs, s, self._hidden(here), m, l)
-            o = _dot(plan, p, self._load(slot, start + i, 1), 0)
-            acc = acc * _lanes_to(shrink, plan.call.head_dim) + o
+            waiting = p, shrink
+        acc = self._accumulate(acc, slot, start + steps[-1], *waiting)
         refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...] = m, l, acc
+
+    def _accumulate(self, acc: jax.Array, slot: Any, start: Any, p: jax.Array, shrink: jax.Array) -> jax.Array:
+        o = _dot(self.plan, p, self._load(slot, start, 1), 0)
+        return acc * _lanes_to(shrink, self.plan.call.head_dim) + o
 
     def _load(self, slot: Any, start: Any, which: int) -> jax.Array:
         plan, kv_buf = self.plan, self.refs["kv_buf"]
