@@ -403,7 +403,7 @@ def _attend(
     plan: _Plan, refs: dict[str, Any], tile: Any, item: dict[str, jax.Array], following: dict[str, jax.Array], slot: Any, step: Any
 ) -> None:
     """Goes through the KV of a tile block by block."""
-    call, chunk = plan.call, plan.blocks.compute_tokens
+    call = plan.call
     tile.begin(slot)
 
     def block_step(block: Any, _: Any) -> None:
@@ -419,21 +419,23 @@ def _attend(
 
         block_pos = (item["first_page"] + block * plan.pages_per_block) * call.page_size
         end = jnp.clip(item["kv_end"] - block_pos, 0, plan.blocks.kv_tokens)
-        num_chunks = cdiv(end, chunk)
-        _clear(refs["kv_buf"], kv_slot, end, num_chunks * chunk)
+        num_steps = cdiv(end, tile.step)
+        _clear(refs["kv_buf"], kv_slot, end, num_steps * tile.step)
 
-        # Chunks of which every query sees every key are spared the mask; they are most, and lie side by side.
-        first, last = tile.whole_chunks(block_pos, num_chunks, item)
+        # Where every query sees every key, in the middle, whole chunks are spared the mask. What lies before and
+        # after goes in the smaller steps.
+        first, chunks = _whole_chunks(plan, tile, block_pos, end, item)
+        steps_per_chunk = plan.blocks.compute_tokens // tile.step
 
         def whole_chunk(c: Any, _: Any) -> None:
-            tile.attend(kv_slot, c * chunk, None)
+            tile.attend(kv_slot, first * tile.step + c * plan.blocks.compute_tokens, plan.blocks.compute_tokens, None)
 
-        def cut_chunk(i: Any, _: Any) -> None:
-            c = jnp.where(i < first, i, i + last - first)
-            tile.attend(kv_slot, c * chunk, (block_pos + c * chunk, item))
+        def cut_step(i: Any, _: Any) -> None:
+            start = jnp.where(i < first, i, i + chunks * steps_per_chunk) * tile.step
+            tile.attend(kv_slot, start, tile.step, (block_pos + start, item))
 
-        jax.lax.fori_loop(first, last, whole_chunk, None)
-        jax.lax.fori_loop(0, num_chunks - (last - first), cut_chunk, None)
+        jax.lax.fori_loop(0, chunks, whole_chunk, None)
+        jax.lax.fori_loop(0, num_steps - chunks * steps_per_chunk, cut_step, None)
 
     jax.lax.fori_loop(0, item["num_blocks"], block_step, None)
     tile.end(slot)
@@ -511,17 +513,17 @@ def _seen(plan: _Plan, q_pos: jax.Array, kv_pos: jax.Array, kv_end: jax.Array) -
 
 
 def _whole_chunks(
-    plan: _Plan, block_pos: jax.Array, num_chunks: jax.Array, item: dict[str, jax.Array], num_tokens: int
+    plan: _Plan, tile: Any, block_pos: jax.Array, end: jax.Array, item: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The range of a block's chunks whose keys all of the tile's `num_tokens` queries see."""
-    call, chunk = plan.call, plan.blocks.compute_tokens
-    seen_by_first = item["first_pos"] + 1 if call.causal else item["kv_end"]
-    last = jnp.minimum(floordiv(jnp.maximum(seen_by_first - block_pos, 0), chunk), num_chunks)
-    if call.sliding_window is None:
-        return jnp.int32(0), last
-    too_old = item["first_pos"] + num_tokens - call.sliding_window - block_pos  # for the last of them
-    first = jnp.minimum(cdiv(jnp.maximum(too_old, 0), chunk), last)
-    return first, last
+    """The first step, and the number of chunks from it on, whose keys all of the tile's queries see."""
+    call = plan.call
+    seen_by_first = jnp.minimum(item["first_pos"] + 1 - block_pos, end) if call.causal else end
+    first = jnp.int32(0)
+    if call.sliding_window is not None:
+        too_old = item["first_pos"] + tile.num_tokens - call.sliding_window - block_pos  # for the last of them
+        first = jnp.minimum(cdiv(jnp.maximum(too_old, 0), tile.step), cdiv(end, tile.step))
+    whole_tokens = jnp.maximum(seen_by_first - first * tile.step, 0)
+    return first, floordiv(whole_tokens, plan.blocks.compute_tokens)
 
 
 def _kv_pos(plan: _Plan, refs: dict[str, Any], pos: jax.Array) -> jax.Array:
@@ -554,6 +556,7 @@ class _Rows:
     def __init__(self, plan: _Plan, refs: dict[str, Any]) -> None:
         self.plan, self.refs = plan, refs
         self.num_heads = plan.call.num_q_heads
+        self.num_tokens, self.step = 1, plan.blocks.softmax_tokens
 
     def begin(self, slot: Any) -> None:
         refs = self.refs
@@ -561,17 +564,16 @@ class _Rows:
         refs["row_l"][...] = _first_lane(refs["row_l"].shape, 1.0 if self.plan.call.sinks else 0.0)
         refs["row_m"][...] = refs["sinks"][...]
 
-    def whole_chunks(self, block_pos: jax.Array, num_chunks: jax.Array, item: dict[str, jax.Array]) -> Any:
-        return _whole_chunks(self.plan, block_pos, num_chunks, item, 1)
-
-    def attend(self, slot: Any, start: Any, cut: tuple[jax.Array, dict[str, jax.Array]] | None) -> None:
-        plan, refs, step = self.plan, self.refs, self.plan.blocks.softmax_tokens
+    def attend(
+        self, slot: Any, start: Any, size: int, cut: tuple[jax.Array, dict[str, jax.Array]] | None
+    ) -> None:
+        plan, refs, step = self.plan, self.refs, self.step
         parts = [refs["q_buf"][t, slot, 0][: self.num_heads] for t in range(plan.lane_tiles)]
         q = jnp.concatenate(parts, axis=1).astype(plan.compute_dtype)
         m, l, acc = refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...]
         # A pipeline of three stages, written out: while step i is in its softmax, the matrix units have the keys of
         # step i + 1 and the values of step i - 1 to work on.
-        steps = range(0, plan.blocks.compute_tokens, step)
+        steps = range(0, size, step)
         scores = _dot(plan, q, self._load(slot, start, 0), 1)
         waiting: Any = None
         for i in steps:
@@ -632,6 +634,7 @@ class _Tile:
 
     def __init__(self, plan: _Plan, refs: dict[str, Any]) -> None:
         self.plan, self.refs = plan, refs
+        self.num_tokens, self.step = plan.blocks.q_tokens, plan.blocks.compute_tokens
         self.pack = packing(refs["q_buf"].dtype)
         self.words = plan.group // self.pack
         self.word_rows = plan.blocks.q_tokens * self.pack
@@ -657,16 +660,15 @@ class _Tile:
                     m = sink[:1] if self.pack == 1 else jnp.where(member == 0, sink[:1], sink[1:])
                     refs["tile_m"][head, rows] = jnp.broadcast_to(m, (self.word_rows, LANES))
 
-    def whole_chunks(self, block_pos: jax.Array, num_chunks: jax.Array, item: dict[str, jax.Array]) -> Any:
-        return _whole_chunks(self.plan, block_pos, num_chunks, item, self.plan.blocks.q_tokens)
-
     def _hidden(self, pos: jax.Array, item: dict[str, jax.Array]) -> jax.Array:
         row = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
         token = floordiv(row, self.pack) & (self.plan.blocks.q_tokens - 1)
         seen = _seen(self.plan, item["first_pos"] + token, _kv_pos(self.plan, self.refs, pos), item["kv_end"])
         return jnp.where(seen, 0.0, MASKED)
 
-    def attend(self, slot: Any, start: Any, cut: tuple[jax.Array, dict[str, jax.Array]] | None) -> None:
+    def attend(
+        self, slot: Any, start: Any, size: int, cut: tuple[jax.Array, dict[str, jax.Array]] | None
+    ) -> None:
         plan, refs = self.plan, self.refs
         hidden = None if cut is None else self._hidden(*cut)
         for head in range(plan.call.num_kv_heads):
