@@ -97,7 +97,7 @@ def ragged_rows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     kv_lens, q_lens, room = [], [], 24
     for _ in range(draw(st.integers(0, 6))):
         kv_lens.append(draw(lengths))
-        q_lens.append(draw(st.one_of(st.sampled_from([0, 1, 1, 2]), st.integers(0, 20)).filter(lambda n: n <= room)))
+        q_lens.append(min(room, draw(st.one_of(st.sampled_from([0, 1, 1, 2]), st.integers(0, 20)))))
         room -= q_lens[-1]
     return tuple(kv_lens), tuple(q_lens)
 

@@ -211,9 +211,7 @@ def _run(
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse_shape, f32)],
         scratch_shapes=list(scratch.values()),
         interpret=interpret,
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=plan.blocks.vmem_bytes, disable_bounds_checks=True
-        ),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=plan.blocks.vmem_bytes, disable_bounds_checks=True),
         name=f"ragged_paged_attention_{'decode' if call.decode_only else 'mixed'}",
     )(
         kv_lens,
@@ -400,7 +398,13 @@ def _send(plan: _Plan, refs: dict[str, Any], item: dict[str, jax.Array], slot: A
 
 
 def _attend(
-    plan: _Plan, refs: dict[str, Any], tile: Any, item: dict[str, jax.Array], following: dict[str, jax.Array], slot: Any, step: Any
+    plan: _Plan,
+    refs: dict[str, Any],
+    tile: Any,
+    item: dict[str, jax.Array],
+    following: dict[str, jax.Array],
+    slot: Any,
+    step: Any,
 ) -> None:
     """Goes through the KV of a tile block by block."""
     call = plan.call
@@ -459,9 +463,7 @@ def _load_head(plan: _Plan, refs: dict[str, Any], slot: Any, start: Any, row: in
     kv_buf, pack = refs["kv_buf"], packing(refs["kv_buf"].dtype)
     parts = []
     for t in range(plan.lane_tiles):
-        words = load_words(
-            kv_buf.at[t], slot, start, plan.blocks.compute_tokens, row // pack, interpret=plan.interpret
-        )
+        words = load_words(kv_buf.at[t], slot, start, plan.blocks.compute_tokens, row // pack, interpret=plan.interpret)
         parts.append(unpack(words, row % pack, kv_buf.dtype, interpret=plan.interpret).astype(plan.compute_dtype))
     return jnp.concatenate(parts, axis=1)
 
@@ -477,18 +479,23 @@ def _dot(plan: _Plan, a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
 
 
 def _softmax_step(
-    plan: _Plan, refs: dict[str, Any], s: jax.Array, hidden: jax.Array | None, m_old: jax.Array, l_old: jax.Array
+    plan: _Plan,
+    refs: dict[str, Any],
+    s: jax.Array,
+    hidden: jax.Array | None,
+    m_old: jax.Array,
+    l_old: jax.Array,
+    *,
+    is_scaled: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Takes scores [rows, tokens] into the statistics, `hidden`, 0 or MASKED, added to them where there is one.
 
     Returns the weights; what the accumulator shrinks by, [rows, LANES] with every lane alike; the new m and l.
     """
-    call = plan.call
-    scale = call.sm_scale * refs["scales"][0] if call.k_scale else call.sm_scale
-    if call.soft_cap is None:
-        s = s * (scale * LOG2_E)
-    else:
-        s = (call.soft_cap * LOG2_E) * jnp.tanh(s * (scale / call.soft_cap))
+    if not is_scaled:
+        s = s * _score_scale(plan, refs)
+    if plan.call.soft_cap is not None:
+        s = (plan.call.soft_cap * LOG2_E) * jnp.tanh(s)
     if hidden is not None:
         s = s + hidden
     m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
@@ -497,6 +504,13 @@ def _softmax_step(
     # Lane by lane; the lanes are summed once, at the end.
     partial = functools.reduce(jnp.add, jnp.split(p, p.shape[1] // LANES, axis=1))
     return p.astype(plan.compute_dtype), shrink, m_new, l_old * shrink + partial
+
+
+def _score_scale(plan: _Plan, refs: dict[str, Any]) -> Any:
+    """What makes a product of q and k a score in base 2, or with a soft cap the argument of its tanh."""
+    call = plan.call
+    scale = call.sm_scale * refs["scales"][0] if call.k_scale else call.sm_scale
+    return scale * LOG2_E if call.soft_cap is None else scale / call.soft_cap
 
 
 def _lanes_to(x: jax.Array, width: int) -> jax.Array:
@@ -532,9 +546,11 @@ def _kv_pos(plan: _Plan, refs: dict[str, Any], pos: jax.Array) -> jax.Array:
     return pos + token_of_row(row, chunk, refs["kv_buf"].dtype)
 
 
-def _finish(plan: _Plan, refs: dict[str, Any], acc: jax.Array, m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _finish(
+    plan: _Plan, refs: dict[str, Any], acc: jax.Array, m: jax.Array, lane_sums: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The output [rows, head_dim] in float32, and the LSE [rows, LANES], every lane alike."""
-    total = jnp.sum(l, axis=1, keepdims=True)
+    total = jnp.sum(lane_sums, axis=1, keepdims=True)
     nothing = m[:, :1] <= MASKED / 2
     weight = refs["scales"][1] / total if plan.call.v_scale else 1.0 / total
     out = jnp.where(nothing, 0.0, acc * weight)
@@ -564,13 +580,11 @@ class _Rows:
         refs["row_l"][...] = _first_lane(refs["row_l"].shape, 1.0 if self.plan.call.sinks else 0.0)
         refs["row_m"][...] = refs["sinks"][...]
 
-    def attend(
-        self, slot: Any, start: Any, size: int, cut: tuple[jax.Array, dict[str, jax.Array]] | None
-    ) -> None:
+    def attend(self, slot: Any, start: Any, size: int, cut: tuple[jax.Array, dict[str, jax.Array]] | None) -> None:
         plan, refs, step = self.plan, self.refs, self.step
         parts = [refs["q_buf"][t, slot, 0][: self.num_heads] for t in range(plan.lane_tiles)]
         q = jnp.concatenate(parts, axis=1).astype(plan.compute_dtype)
-        m, l, acc = refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...]
+        m, sums, acc = refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...]
         # A pipeline of three stages, written out: while step i is in its softmax, the matrix units have the keys of
         # step i + 1 and the values of step i - 1 to work on.
         steps = range(0, size, step)
@@ -583,10 +597,10 @@ class _Rows:
             if waiting is not None:
                 acc = self._accumulate(acc, slot, start + (i - step), *waiting)
             here = None if cut is None else (cut[0] + i, cut[1])
-            p, shrink, m, l = _softmax_step(plan, refs, s, self._hidden(here), m, l)
+            p, shrink, m, sums = _softmax_step(plan, refs, s, self._hidden(here), m, sums)
             waiting = p, shrink
         acc = self._accumulate(acc, slot, start + steps[-1], *waiting)
-        refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...] = m, l, acc
+        refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...] = m, sums, acc
 
     def _accumulate(self, acc: jax.Array, slot: Any, start: Any, p: jax.Array, shrink: jax.Array) -> jax.Array:
         o = _dot(self.plan, p, self._load(slot, start, 1), 0)
@@ -645,6 +659,8 @@ class _Tile:
         refs["tile_acc"][...] = jnp.zeros(refs["tile_acc"].shape, jnp.float32)
         refs["tile_l"][...] = _first_lane(refs["tile_l"].shape, 1.0 if plan.call.sinks else 0.0)
         refs["tile_m"][...] = jnp.full(refs["tile_m"].shape, MASKED)
+        # Here once per tile, and not on every score; a decode has the time, and keeps q as it is.
+        scale = _score_scale(plan, refs)
         for head in range(plan.call.num_kv_heads):
             for w in range(self.words):
                 word, rows = head * self.words + w, slice(w * self.word_rows, (w + 1) * self.word_rows)
@@ -652,8 +668,8 @@ class _Tile:
                     words = load_words(
                         refs["q_buf"].at[t], slot, 0, plan.blocks.q_tokens, word, interpret=plan.interpret
                     )
-                    q = pltpu.bitcast(words, refs["q_buf"].dtype).astype(plan.compute_dtype)
-                    refs["tile_q"][head, rows, t * LANES : t * LANES + plan.lanes] = q
+                    q = pltpu.bitcast(words, refs["q_buf"].dtype).astype(jnp.float32) * scale
+                    refs["tile_q"][head, rows, t * LANES : t * LANES + plan.lanes] = q.astype(plan.compute_dtype)
                 if plan.call.sinks:
                     member = jax.lax.broadcasted_iota(jnp.int32, (self.word_rows, 1), 0) & (self.pack - 1)
                     sink = refs["sinks"][word * self.pack : (word + 1) * self.pack]
@@ -666,18 +682,34 @@ class _Tile:
         seen = _seen(self.plan, item["first_pos"] + token, _kv_pos(self.plan, self.refs, pos), item["kv_end"])
         return jnp.where(seen, 0.0, MASKED)
 
-    def attend(
-        self, slot: Any, start: Any, size: int, cut: tuple[jax.Array, dict[str, jax.Array]] | None
-    ) -> None:
+    def attend(self, slot: Any, start: Any, size: int, cut: tuple[jax.Array, dict[str, jax.Array]] | None) -> None:
         plan, refs = self.plan, self.refs
         hidden = None if cut is None else self._hidden(*cut)
-        for head in range(plan.call.num_kv_heads):
-            s = _dot(plan, refs["tile_q"][head], _load_head(plan, refs, slot, start, 2 * head), 1)
+        # As in a decode, a pipeline of three stages, here over KV heads: the next one's keys, this one's softmax, the
+        # last one's values.
+        num_heads = plan.call.num_kv_heads
+        scores = self._scores(slot, start, 0)
+        waiting: Any = None
+        for head in range(num_heads):
+            s = scores
+            if head + 1 < num_heads:
+                scores = self._scores(slot, start, head + 1)
+            if waiting is not None:
+                self._accumulate(slot, start, head - 1, *waiting)
             p, shrink, refs["tile_m"][head], refs["tile_l"][head] = _softmax_step(
-                plan, refs, s, hidden, refs["tile_m"][head], refs["tile_l"][head]
+                plan, refs, s, hidden, refs["tile_m"][head], refs["tile_l"][head], is_scaled=True
             )
-            o = _dot(plan, p, _load_head(plan, refs, slot, start, 2 * head + 1), 0)
-            refs["tile_acc"][head] = refs["tile_acc"][head] * _lanes_to(shrink, plan.call.head_dim) + o
+            waiting = p, shrink
+        self._accumulate(slot, start, num_heads - 1, *waiting)
+
+    def _scores(self, slot: Any, start: Any, head: int) -> jax.Array:
+        k = _load_head(self.plan, self.refs, slot, start, 2 * head)
+        return _dot(self.plan, self.refs["tile_q"][head], k, 1)
+
+    def _accumulate(self, slot: Any, start: Any, head: int, p: jax.Array, shrink: jax.Array) -> None:
+        acc = self.refs["tile_acc"]
+        o = _dot(self.plan, p, _load_head(self.plan, self.refs, slot, start, 2 * head + 1), 0)
+        acc[head] = acc[head] * _lanes_to(shrink, self.plan.call.head_dim) + o
 
     def end(self, slot: Any) -> None:
         plan, refs = self.plan, self.refs
