@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from attention_cases import BY_NAME, CASES, Case, assert_matches_reference, make_batch, quick_attention, reference
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax_paged import kernels
 from jax_paged.kernels import aot
 from jax_paged.kernels.tpu import attention
+from jax_paged.kernels.tpu.write import write_tokens
 
 # One case for each thing the kernel does differently; the other named cases run with --long. Cases that differ in
 # lengths alone share a compilation, which is most of the time.
@@ -146,6 +148,17 @@ def test_what_the_kernel_cannot_do_it_refuses_by_name(change: dict[str, Any], me
     reason = attention.supports(replace(call, **change))
     assert reason is not None
     assert message in reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writing_tokens_equals_the_scatter_and_leaves_the_rest_alone(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    pool = jnp.asarray(rng.standard_normal((4, 8, 4, 16)), dtype)
+    k, v = (jnp.asarray(rng.standard_normal((6, 2, 16)), dtype) for _ in range(2))
+    slots = jnp.array([31, 0, 9, -1, 32, 10])  # two of them outside the pool
+    kv = jnp.stack([k, v], axis=2).reshape(6, 4, 16)
+    got = write_tokens(pool, kv, slots, interpret=interpreter())
+    np.testing.assert_array_equal(np.asarray(got, np.float32), kernels.write_kv(pool, k, v, slots).astype(jnp.float32))
 
 
 # --- the real compiler ---

@@ -73,6 +73,11 @@ class _Plan:
         return self.call.num_q_heads // self.call.num_kv_heads
 
     @property
+    def q_heads(self) -> int:
+        """Query heads with those added that fill the last register of 8; a copy cannot end within one."""
+        return round_up(self.call.num_q_heads, 8)
+
+    @property
     def lane_tiles(self) -> int:
         return cdiv(self.call.head_dim, LANES)
 
@@ -154,10 +159,10 @@ def ragged_paged_attention(
 
     # Tokens of no row were never written.
     in_a_row = jnp.arange(max_tokens) < cu_q_lens[num_seqs[0]]
-    out = jnp.where(in_a_row[:, None, None], out, 0).astype(out_dtype)
+    out = jnp.where(in_a_row[:, None, None], out[:, :num_q_heads], 0).astype(out_dtype)
     if not return_lse:
         return out
-    return out, jnp.where(in_a_row[:, None], lse[:, :, 0], -jnp.inf)
+    return out, jnp.where(in_a_row[:, None], lse[:, :num_q_heads, 0], -jnp.inf)
 
 
 def _run(
@@ -174,7 +179,7 @@ def _run(
 ) -> tuple[jax.Array, jax.Array]:
     call, lanes, tiles = plan.call, plan.lanes, plan.lane_tiles
     q_tokens = plan.blocks.q_tokens
-    heads, q_heads, group = call.num_kv_heads, call.num_q_heads, plan.group
+    heads, q_heads, group = call.num_kv_heads, plan.q_heads, plan.group
     q_rows, kv_rows = round_up(q_heads, 8 * packing(q.dtype)), _padded_rows(2 * heads, kv_pages.dtype)
     lse_tokens, lse_rows = (q_tokens, round_up(q_heads, 8)) if call.return_lse else (1, 8)
     lse_shape = (call.max_tokens, q_heads, LANES) if call.return_lse else (1, 8, LANES)
@@ -203,7 +208,11 @@ def _run(
     }
     names = ("kv_lens", "page_ids", "cu_q_lens", "num_seqs", "scales", "sinks", "q", "kv", "out", "lse", *scratch)
     smem, hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)
-    sink_rows = jnp.full((q_heads,), MASKED, f32) if sinks is None else sinks.astype(f32) * LOG2_E
+    added_heads = (0, q_heads - call.num_q_heads)
+    sink_rows = jnp.full((q_heads,), MASKED, f32)
+    if sinks is not None:
+        sink_rows = jnp.pad(sinks.astype(f32) * LOG2_E, added_heads, constant_values=MASKED)
+    q = jnp.pad(q, ((0, 0), added_heads, (0, 0)))
     return pl.pallas_call(
         lambda *refs: _kernel(plan, dict(zip(names, refs, strict=True))),
         in_specs=[smem] * 5 + [pl.BlockSpec(memory_space=pltpu.VMEM), hbm, hbm],
@@ -266,7 +275,7 @@ def _kernel(plan: _Plan, refs: dict[str, Any]) -> None:
         def _() -> None:
             _start_q(plan, refs, following, 1 - slot)
 
-        _wait_tokens(refs, "q_buf", plan.call.num_q_heads, slot, item["q_count"], refs["q_sem"])
+        _wait_tokens(refs, "q_buf", plan.q_heads, slot, item["q_count"], refs["q_sem"])
         _wait_sent(plan, refs, slot)
         if plan.call.decode_only:
             _attend(plan, refs, _Rows(plan, refs), item, following, slot, step)
@@ -328,7 +337,7 @@ def _start_q(plan: _Plan, refs: dict[str, Any], item: dict[str, jax.Array], slot
     for t in range(plan.lane_tiles):
         pltpu.make_async_copy(
             refs["q"].at[pl.ds(item["q_begin"], item["q_count"]), :, pl.ds(t * LANES, plan.lanes)],
-            refs["q_buf"].at[t, slot, pl.ds(0, item["q_count"]), pl.ds(0, plan.call.num_q_heads)],
+            refs["q_buf"].at[t, slot, pl.ds(0, item["q_count"]), pl.ds(0, plan.q_heads)],
             refs["q_sem"].at[slot],
         ).start()
 
@@ -375,14 +384,14 @@ def _wait_sent(plan: _Plan, refs: dict[str, Any], slot: Any) -> None:
 
     @pl.when(count > 0)
     def _() -> None:
-        _wait_tokens(refs, "out_buf", plan.call.num_q_heads, slot, count, refs["out_sem"])
+        _wait_tokens(refs, "out_buf", plan.q_heads, slot, count, refs["out_sem"])
         if plan.call.return_lse:
-            _wait_tokens(refs, "lse_buf", plan.call.num_q_heads, slot, count, refs["out_sem"])
+            _wait_tokens(refs, "lse_buf", plan.q_heads, slot, count, refs["out_sem"])
 
 
 def _send(plan: _Plan, refs: dict[str, Any], item: dict[str, jax.Array], slot: Any) -> None:
     count, sem = item["q_count"], refs["out_sem"].at[slot]
-    rows, tokens = pl.ds(0, plan.call.num_q_heads), pl.ds(item["q_begin"], count)
+    rows, tokens = pl.ds(0, plan.q_heads), pl.ds(item["q_begin"], count)
     for t in range(plan.lane_tiles):
         pltpu.make_async_copy(
             refs["out_buf"].at[t, slot, pl.ds(0, count), rows],
@@ -571,7 +580,7 @@ class _Rows:
 
     def __init__(self, plan: _Plan, refs: dict[str, Any]) -> None:
         self.plan, self.refs = plan, refs
-        self.num_heads = plan.call.num_q_heads
+        self.num_heads = plan.q_heads
         self.num_tokens, self.step = 1, plan.blocks.softmax_tokens
 
     def begin(self, slot: Any) -> None:
