@@ -163,11 +163,13 @@ def compile_specs(specs: list[Spec], keep: str | None = None) -> list[dict[str, 
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": "",
             "TPU_WORKER_HOSTNAMES": "localhost",
+            # This process may have loaded libtpu itself, merely by asking jax for its devices.
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
         }
         job = json.dumps({"dump": dump, "specs": [dataclasses.asdict(spec) for spec in specs]})
         done = subprocess.run(
-            [sys.executable, "-m", __name__ if __name__ != "__main__" else __spec__.name, "--worker"],
+            [sys.executable, "-m", f"{__package__}.aot", "--worker"],
             input=job,
             env=environment,
             capture_output=True,
