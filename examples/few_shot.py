@@ -44,6 +44,7 @@ def run(share: bool) -> tuple[list[jp.RequestOutput], float]:
 
 
 llm.generate(prompts[0], jp.SamplingParams(max_tokens=2), namespace="warm-up")  # compiles
+num_compiled = llm.stats()["compilations"]
 alone, seconds_alone = run(share=False)
 shared, seconds_shared = run(share=True)
 
@@ -58,3 +59,4 @@ print(f"{seconds_shared:.2f} s with the prefix cache, {seconds_alone:.2f} s with
 num_shared = len(llm.tokenizer.encode(f"{EXAMPLES}Review:"))
 assert all(output.num_cached_tokens == 0 for output in [shared[0], *alone])
 assert all(output.num_cached_tokens >= num_shared // 16 * 16 for output in shared[1:])
+assert llm.stats()["compilations"] == num_compiled, "the times have compilation in them"

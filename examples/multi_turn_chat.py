@@ -25,6 +25,7 @@ def seconds_to_first_token(output: jp.RequestOutput) -> float:
 
 
 llm.generate(list(range(1000, 1200)), jp.SamplingParams(max_tokens=2), namespace="warm-up")  # compiles
+num_compiled = llm.stats()["compilations"]
 messages: list[dict[str, str]] = []
 turns, seconds_alone = [], []
 for i, question in enumerate(QUESTIONS):
@@ -49,3 +50,4 @@ print(f"{sum(map(seconds_to_first_token, turns)):.2f} s with the prefix cache, {
 # Each prompt begins with the one before, of which at least every whole page is found.
 for before, turn in pairwise(turns):
     assert turn.num_cached_tokens >= len(before.prompt_token_ids) // 16 * 16
+assert llm.stats()["compilations"] == num_compiled, "the times have compilation in them"

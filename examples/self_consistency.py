@@ -10,13 +10,19 @@ from collections import Counter
 
 import jax_paged as jp
 
-PROMPT = """Question: There are 3 birds on a tree. Then 4 more birds come. How many birds are there?
-Answer: 3 birds and 4 more birds are 3 + 4 = 7 birds. The answer is 7.
+PROMPT = """Question: On which continent is the city of Tokyo?
+Answer: Tokyo is the capital of Japan. Japan is a country in Asia. The answer is Asia.
 
-Question: A box holds 6 pens. Peter buys 2 boxes. How many pens does he have?
-Answer: 2 boxes of 6 pens are 2 * 6 = 12 pens. The answer is 12.
+Question: On which continent is the city of Cairo?
+Answer: Cairo is the capital of Egypt. Egypt is a country in Africa. The answer is Africa.
 
-Question: Tom has 5 marbles. Then his sister gives him 3 more. How many marbles does he have?
+Question: On which continent is the city of Ottawa?
+Answer: Ottawa is the capital of Canada. Canada is a country in North America. The answer is North America.
+
+Question: On which continent is the city of Rome?
+Answer: Rome is the capital of Italy. Italy is a country in Europe. The answer is Europe.
+
+Question: On which continent is the city of Buenos Aires?
 Answer:"""
 NUM_SAMPLES = 5
 
@@ -30,7 +36,7 @@ def run(share: bool) -> tuple[list[jp.RequestOutput], float]:
     """The samples, and the seconds they took together."""
     start = time.perf_counter()
     for seed in range(NUM_SAMPLES):
-        params = jp.SamplingParams(temperature=0.6, max_tokens=28, seed=seed, stop_token_ids=newline)
+        params = jp.SamplingParams(temperature=1, max_tokens=28, seed=seed, stop_token_ids=newline)
         llm.add_request(PROMPT, params, namespace="shared" if share else f"alone {seed}")
     done = []
     while llm.has_unfinished():
@@ -39,16 +45,17 @@ def run(share: bool) -> tuple[list[jp.RequestOutput], float]:
 
 
 llm.generate(PROMPT, jp.SamplingParams(max_tokens=2), namespace="warm-up")  # compiles
+num_compiled = llm.stats()["compilations"]
 alone, seconds_alone = run(share=False)
 shared, seconds_shared = run(share=True)
 
 votes: Counter[str] = Counter()
 for output in shared:
     text = output.outputs[0].text
-    answer = re.search(r"answer is (\d+)", text)
+    answer = re.search(r"answer is (.+?)\.", text)
     votes[answer[1] if answer else "no answer"] += 1
     print(f"sample:{text}")
-print(f"votes: {dict(votes)}")
+print(f"votes: {dict(votes)}; the majority says {votes.most_common(1)[0][0]}")
 
 num_prompt = sum(len(output.prompt_token_ids) for output in shared)
 num_cached = sum(output.num_cached_tokens for output in shared)
@@ -59,3 +66,4 @@ print(f"{seconds_shared:.2f} s with the prefix cache, {seconds_alone:.2f} s with
 assert all(output.num_cached_tokens == 0 for output in [shared[0], *alone])
 assert all(output.num_cached_tokens >= (len(output.prompt_token_ids) - 1) // 16 * 16 for output in shared[1:])
 assert len({tuple(output.outputs[0].token_ids) for output in shared}) > 1, "different seeds, the same sample"
+assert llm.stats()["compilations"] == num_compiled, "the times have compilation in them"

@@ -35,6 +35,7 @@ def propose(state: list[int], share: bool) -> tuple[list[jp.RequestOutput], floa
 
 state = llm.tokenizer.encode(PROMPT)
 llm.generate(state * 2, jp.SamplingParams(max_tokens=2), namespace="warm-up")  # compiles
+num_compiled = llm.stats()["compilations"]
 num_prompt = num_cached = 0
 seconds_shared = seconds_alone = 0.0
 for level in range(NUM_LEVELS):
@@ -59,3 +60,4 @@ for level in range(NUM_LEVELS):
 print(f"best: {llm.tokenizer.decode(state)[len(PROMPT) :]!r}")
 print(f"{num_cached} of {num_prompt} prompt tokens from the cache")
 print(f"{seconds_shared:.2f} s with the prefix cache, {seconds_alone:.2f} s without")
+assert llm.stats()["compilations"] == num_compiled, "the times have compilation in them"

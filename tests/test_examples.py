@@ -63,17 +63,21 @@ def check_self_consistency(text: str) -> None:
     check_prefix_reuse(text)
     votes = re.search(r"votes: {(.*)}", text)
     assert votes
-    assert sum(map(int, re.findall(r": (\d+)", votes[1]))) == text.count("sample:")
+    counts = {answer: int(count) for answer, count in re.findall(r"'([^']*)': (\d+)", votes[1])}
+    assert sum(counts.values()) == text.count("sample:")
+    assert counts[text.split("the majority says ")[1].splitlines()[0]] == max(counts.values())
 
 
 def check_tree_of_thought(text: str) -> None:
     check_prefix_reuse(text)
-    scores = [(line[0] == "*", float(line[1:].split()[0])) for line in text.splitlines() if re.match(r"[* ] +-", line)]
-    levels = [scores[i : i + 3] for i in range(0, len(scores), 3)]
+    thoughts = [
+        (line[0] == "*", float(line[1:].split()[0])) for line in text.splitlines() if re.match(r"[* ] +-", line)
+    ]
+    levels = [thoughts[i : i + 3] for i in range(0, len(thoughts), 3)]
     assert len(levels) == 3
     for level in levels:
-        assert max(level, key=lambda thought: thought[1])[0], "the best thought of a level is the one that is kept"
-        assert sum(is_best for is_best, _ in level) == 1
+        kept = [score for is_kept, score in level if is_kept]
+        assert kept == [max(score for _, score in level)], "the best thought of a level is the one that is kept"
 
 
 def check_bring_your_own_model(text: str) -> None:
