@@ -118,23 +118,23 @@ def test_the_reference_matches_numpy_in_float64(name: str) -> None:
 # --- the other implementations against it ---
 
 
-def same_as_reference(batch: Batch, implementation: str) -> None:
+def assert_same_as_reference(batch: Batch, implementation: str) -> None:
     for got, want in zip(attend(batch, implementation), attention_cases.reference(batch), strict=True):
         assert_matches_reference(got, want, batch.q.dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_xla_matches_the_reference_in_float32(case: Case) -> None:
-    same_as_reference(make_batch(case, 0, jnp.float32), "xla")
+    assert_same_as_reference(make_batch(case, 0, jnp.float32), "xla")
 
 
 @pytest.mark.parametrize("name", ["mixed", "chunked", "empty_rows", "everything", "int8_kv", "fp8_kv", "float32_kv"])
 def test_xla_matches_the_reference_in_bfloat16(name: str) -> None:
-    same_as_reference(make_batch(BY_NAME[name], 0, jnp.bfloat16), "xla")
+    assert_same_as_reference(make_batch(BY_NAME[name], 0, jnp.bfloat16), "xla")
 
 
 def test_xla_matches_the_reference_in_float16() -> None:
-    same_as_reference(make_batch(BY_NAME["mixed"], 0, jnp.float16), "xla")
+    assert_same_as_reference(make_batch(BY_NAME["mixed"], 0, jnp.float16), "xla")
 
 
 # A window, and so on, is a constant of the compiled program: few programs, many lengths.
@@ -164,7 +164,7 @@ def ragged_cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=40, deadline=None)
 @given(case=ragged_cases(), seed=st.integers(0, 2**16))
 def test_xla_matches_the_reference_on_random_ragged_batches(case: Case, seed: int) -> None:
-    same_as_reference(make_batch(case, seed, jnp.float32), "xla")
+    assert_same_as_reference(make_batch(case, seed, jnp.float32), "xla")
 
 
 @implementations
