@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jax_paged import kernels
+    from jax_paged.branch import Branch
     from jax_paged.cache import (
         CacheSpec,
         PagedCache,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from jax_paged.request import CompletionOutput, RequestOutput, SamplingParams
 
 _HOMES = {
+    "branch": ["Branch"],
     "cache": [
         "CacheSpec", "PagedCache", "allocate", "append", "assign", "check", "fork", "free", "gather", "init_cache",
         "poison", "release", "retain", "write_kv",
@@ -47,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Batch",
+    "Branch",
     "CacheSpec",
     "CompletionOutput",
     "InvariantError",

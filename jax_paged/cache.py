@@ -7,7 +7,8 @@ sections 4.2-4.4); here free list, reference counts, tables and lengths are arra
 one `jit`.
 
 The invariant, which `check` enforces: every page is free, held by the prefix tree, or private to sequences; its
-reference count is the number of block-table rows naming it, plus one if the tree holds it.
+reference count is the number of block-table rows naming it, plus one if the tree holds it, plus one for each sequence
+that holds it without having a row now.
 
 Outside `jit`, an operation that does not fit raises `OutOfPages` and the cache passed in stays good. Inside, it
 changes nothing but `cache.oom`, which stays set. Jit the outermost function and donate the cache: then nothing is
@@ -105,6 +106,7 @@ class PagedCache(struct.PyTreeNode, kw_only=True):
     ref_counts: jax.Array  # i32[num_pages]; 0: free
     block_tables: jax.Array  # i32[max_seqs, max_pages_per_seq]; num_pages means none
     seq_lens: jax.Array  # i32[max_seqs], tokens
+    tokens: jax.Array  # i32[num_pages, page_size]: the token ids beside their KV, where a writer records them
     oom: jax.Array  # bool[]; set by an operation inside jit that did not fit
 
     @property
@@ -135,6 +137,7 @@ def init_cache(spec: CacheSpec) -> PagedCache:
         ref_counts=jnp.asarray(np.zeros(spec.num_pages, np.int32)),
         block_tables=jnp.asarray(np.full((spec.max_seqs, spec.max_pages_per_seq), spec.num_pages, np.int32)),
         seq_lens=jnp.asarray(np.zeros(spec.max_seqs, np.int32)),
+        tokens=jnp.asarray(np.full((spec.num_pages, spec.page_size), -1, np.int32)),
         oom=jnp.asarray(np.bool_(False)),
     )
 
@@ -177,16 +180,13 @@ def _free_slots(cache: PagedCache, slots_mask: jax.Array) -> PagedCache:
 
 
 def _point(cache: PagedCache, slots: jax.Array, indices: jax.Array, page_ids: jax.Array) -> PagedCache:
-    """Makes entry `indices[i]` of row `slots[i]` name `page_ids[i]`: retains that page, releases the one that stood
-    there.
+    """Makes entry `indices[i]` of row `slots[i]` name `page_ids[i]`, whose reference the caller has retained; releases
+    the page that stood there.
 
     No (slot, index) may come twice.
     """
     slots = _in_range(slots, cache.max_seqs)
-    real = slots < cache.max_seqs
-    old = cache.block_tables.at[slots, indices].get(mode="fill", fill_value=cache.num_pages)
-    cache = _retain(cache, jnp.where(real, page_ids, cache.num_pages))
-    cache = _release(cache, old)
+    cache = _release(cache, cache.block_tables.at[slots, indices].get(mode="fill", fill_value=cache.num_pages))
     return cache.replace(block_tables=cache.block_tables.at[slots, indices].set(page_ids, mode="drop"))
 
 
@@ -204,10 +204,11 @@ def _copy_page(layer: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
 def _copy_pages(cache: PagedCache, src: jax.Array, dst: jax.Array, count: jax.Array) -> PagedCache:
     """Copies the first `count` of the page pairs, in every layer. A loop, since there is mostly nothing to copy."""
 
-    def copy_one(i: jax.Array, kv_pages: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(_copy_page(layer, src[i], dst[i]) for layer in kv_pages)
+    def copy_one(i: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(_copy_page(array, src[i], dst[i]) for array in arrays)
 
-    return cache.replace(kv_pages=jax.lax.fori_loop(0, count, copy_one, cache.kv_pages))
+    *kv_pages, tokens = jax.lax.fori_loop(0, count, copy_one, (*cache.kv_pages, cache.tokens))
+    return cache.replace(kv_pages=tuple(kv_pages), tokens=tokens)
 
 
 class _Growth(struct.PyTreeNode, kw_only=True):
@@ -540,6 +541,22 @@ def write_kv(
     return cache.replace(kv_pages=(*cache.kv_pages[:layer], written, *cache.kv_pages[layer + 1 :]))
 
 
+def record_tokens(cache: PagedCache, where: jax.Array, tokens: jax.Array) -> PagedCache:
+    """Writes token ids (i32[num_tokens]) beside their KV, `where` being their `slot_mapping`.
+
+    They go where the KV goes, into forks and out of the prefix tree, so that a step can look back at all tokens of a
+    sequence.
+    """
+    flat = cache.tokens.reshape(-1).at[where].set(tokens, mode="drop")
+    return cache.replace(tokens=flat.reshape(cache.tokens.shape))
+
+
+def token_history(cache: PagedCache, slots: jax.Array) -> jax.Array:
+    """i32[rows, max_pages_per_seq * page_size]: the tokens recorded for each slot; past its length anything."""
+    tables = cache.block_tables.at[slots].get(mode="fill", fill_value=cache.num_pages)
+    return cache.tokens.at[tables].get(mode="clip").reshape(slots.shape[0], -1)
+
+
 def gather(cache: PagedCache, layer: int, slot: Any) -> tuple[jax.Array, jax.Array]:
     """A sequence's keys and values, contiguous.
 
@@ -561,23 +578,24 @@ def gather(cache: PagedCache, layer: int, slot: Any) -> tuple[jax.Array, jax.Arr
 # --- Telling whether the books are right. ---
 
 
-def check(cache: PagedCache, tree_pages: Iterable[int] = ()) -> None:
+def check(cache: PagedCache, tree_pages: Iterable[int] = (), held_pages: Iterable[int] = ()) -> None:
     """Raises `InvariantError`, naming pages, unless the books balance (see the module's text).
 
     Args:
       cache: the cache.
       tree_pages: the pages a prefix tree holds.
+      held_pages: pages that sequences without a slot hold, once for each of them.
     """
     tables, lens = np.asarray(cache.block_tables), np.asarray(cache.seq_lens)
     refs, num_free = np.asarray(cache.ref_counts), int(cache.num_free)
     none, tree = cache.num_pages, np.asarray(list(tree_pages), np.int64)
-    held = -(-lens // cache.page_size)
-    in_use = np.arange(tables.shape[1]) < held[:, None]
+    in_use = np.arange(tables.shape[1]) < -(-lens // cache.page_size)[:, None]
     wrong = [
         ("slots whose table does not match their length", np.nonzero(((tables < none) != in_use).any(1))[0]),
         ("pages the tree holds twice", tree[np.bincount(tree, minlength=none + 1)[tree] > 1]),
     ]
-    counts = np.bincount(tables[tables < none], minlength=none) + np.bincount(tree, minlength=none)
+    held = np.concatenate([tables[tables < none], tree, np.asarray(list(held_pages), np.int64)])
+    counts = np.bincount(held, minlength=none)
     listed = np.bincount(np.asarray(cache.free_list)[:num_free], minlength=none)
     wrong += [
         ("pages whose reference count is not the number of their holders", np.nonzero(counts != refs)[0]),
@@ -591,19 +609,24 @@ def check(cache: PagedCache, tree_pages: Iterable[int] = ()) -> None:
 
 
 @partial(jax.jit, donate_argnums=0)
-def poison(cache: PagedCache, tree_mask: jax.Array) -> PagedCache:
+def poison(cache: PagedCache, tree_mask: jax.Array, written: jax.Array | int = 0) -> PagedCache:
     """Fills every free page and every unwritten token slot with NaN (int8: 127), so that a read of one shows.
     Debugging only.
 
     Args:
       cache: the cache; donated.
       tree_mask: bool[num_pages], pages a prefix tree holds; those are fully written.
+      written: i32[num_pages], tokens written to each page that sequences without a slot hold.
     """
     size = cache.page_size
     starts = jnp.arange(cache.max_pages_per_seq) * size
     written_in_row = jnp.clip(cache.seq_lens[:, None] - starts, 0, size)
-    written = jnp.where(tree_mask, size, 0).at[cache.block_tables].max(written_in_row, mode="drop")
-    live = (jnp.arange(size) < written[:, None])[:, :, None, None]
+    written = jnp.maximum(jnp.where(tree_mask, size, 0), written)
+    written = written.at[cache.block_tables].max(written_in_row, mode="drop")
+    live = jnp.arange(size) < written[:, None]
     dtype = cache.kv_pages[0].dtype
     hidden = jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)
-    return cache.replace(kv_pages=tuple(jnp.where(live, layer, hidden) for layer in cache.kv_pages))
+    return cache.replace(
+        kv_pages=tuple(jnp.where(live[:, :, None, None], layer, hidden) for layer in cache.kv_pages),
+        tokens=jnp.where(live, cache.tokens, -1),
+    )

@@ -4,6 +4,7 @@ add_request -> scheduler.plan -> step.run (on the device) -> scheduler.commit ->
 """
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -16,25 +17,30 @@ import numpy as np
 from flax import nnx
 
 from jax_paged import cache as pages
+from jax_paged.beam import beam_search
+from jax_paged.branch import Branch
 from jax_paged.cache import CacheSpec
 from jax_paged.errors import InvariantError, RequestError
+from jax_paged.ledger import Commands, StepPlan, StepResult
 from jax_paged.memory import plan_pool
 from jax_paged.models.llama import Llama
 from jax_paged.models.load import LoadedModel, load
 from jax_paged.radix import RadixTree
 from jax_paged.request import CompletionOutput, Request, RequestOutput, SamplingParams, Sequence
-from jax_paged.scheduler import Commands, Scheduler, StepPlan
+from jax_paged.sampling import MAX_BIASES
+from jax_paged.scheduler import Scheduler
 from jax_paged.step import (
     Bucket,
     PageCommands,
-    StepResult,
     apply_commands,
     num_programs,
     pack_commands,
     pack_inputs,
     run_step,
+    unpack,
 )
-from jax_paged.tokenizer import Detokenizer, Tokenizer
+from jax_paged.text import GrowingText
+from jax_paged.tokenizer import Tokenizer
 
 __all__ = ["LLM", "StreamEvent"]
 
@@ -47,14 +53,16 @@ _MIN_ROWS = 8
 _MAX_REREAD = 8192
 # Prompt tokens for which no prefill program is compiled.
 _MAX_SMALL_PREFILL = 128
+# Decode steps that go in one call, while nobody waits and nobody watches.
+_DECODE_STEPS = 8
 
 type Prompt = str | AnySequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """What one more token brought. `text` may be empty while a character is incomplete; `output` is the whole so
-    far.
+    """What one more token brought. `text` may be empty while a character, or what may become a stop string, is
+    incomplete; `output` is the whole so far.
     """
 
     text: str
@@ -76,7 +84,10 @@ class LLM:
       max_batch_tokens: tokens a step, prefill and decode together.
       prefix_cache: reuse the pages of prefixes seen before.
       partial_hits: reuse also a page that agrees in part, by copying it.
-      schedule: "lpm" or "fcfs", see `Scheduler`.
+      schedule: "lpm", "fcfs" or "dfs", see `Scheduler`.
+      wait_for_prefix: let a request wait while a running one computes a prefix that the two share.
+      decode_steps_per_call: tokens that each sequence gets in one call, while all decode and nobody waits; None: 8, but
+        1 while the caller watches each, in `stream` or by `step`.
       dtype: "bfloat16" or "float32", of weights, computation and cache.
       debug_checks: after every step check all books and fill what must not be read with NaN. Slow.
       seed: for requests that bring none.
@@ -105,6 +116,8 @@ class LLM:
         prefix_cache: bool = True,
         partial_hits: bool = True,
         schedule: str = "lpm",
+        wait_for_prefix: bool = True,
+        decode_steps_per_call: int | None = None,
         dtype: str = "bfloat16",
         debug_checks: bool = False,
         seed: int = 0,
@@ -112,7 +125,12 @@ class LLM:
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        for name, size in (("page_size", page_size), ("max_seqs", max_seqs), ("max_batch_tokens", max_batch_tokens)):
+        for name, size in (
+            ("page_size", page_size),
+            ("max_seqs", max_seqs),
+            ("max_batch_tokens", max_batch_tokens),
+            ("decode_steps_per_call", 1 if decode_steps_per_call is None else decode_steps_per_call),
+        ):
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
         if isinstance(model, str):
@@ -141,16 +159,18 @@ class LLM:
             tree=self._tree,
             schedule=schedule,
             partial_hits=partial_hits,
+            wait_for_prefix=wait_for_prefix,
         )
         _log.info(self.describe_pool())
-        self._buckets = _buckets(max_batch_tokens, self.spec)
+        self._decode_steps = decode_steps_per_call
+        self._buckets = _buckets(max_batch_tokens, self.spec, decode_steps_per_call or _DECODE_STEPS)
         # Enough for the pages of one long sequence and of a full batch; more than that goes in several calls.
         self._capacity = self.spec.max_pages_per_seq + max_batch_tokens + max_seqs
         self._num_compilations = 0
         self._has_prefilled = False  # whether a program for it has been compiled
         self._debug_checks, self._seed, self._clock = debug_checks, seed, clock
         self._requests: dict[int, Request] = {}
-        self._texts: dict[Sequence, _Text] = {}
+        self._texts: dict[Sequence, GrowingText] = {}
         self._next_id = 0
         self._undelivered: dict[int, RequestOutput] = {}
         self._streams: dict[int, deque[RequestOutput]] = {}
@@ -182,14 +202,19 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(each)} SamplingParams for {len(prompts)} prompts; give one, or one a prompt")
-        requests = [self._request(prompt, p, namespace) for prompt, p in zip(prompts, each)]
-        for request in requests:
-            self._enqueue(request)
+        return self._run([self._request(prompt, p, namespace) for prompt, p in zip(prompts, each)])
+
+    def _run(self, requests: AnySequence[Request]) -> list[RequestOutput]:
+        """Runs requests to their end; the outputs of others go where they are waited for."""
         done: dict[int, RequestOutput] = {}
         own = {request.request_id for request in requests}
         try:
+            for request in requests:
+                self._enqueue(request)
+                if request.finished:
+                    done[request.request_id] = self._end(request)
             while len(done) < len(requests):
-                outputs = self._advance()
+                outputs = self._advance(self._decode_steps or (1 if self._streams else _DECODE_STEPS))
                 self._deliver(output for output in outputs if output.request_id not in own)
                 done |= {
                     output.request_id: output for output in outputs if output.request_id in own and output.finished
@@ -208,7 +233,10 @@ class LLM:
         Raises:
           RequestError: it can never run.
         """
-        return self._stream(self._request(prompt, params or SamplingParams(), namespace))
+        request = self._request(prompt, params or SamplingParams(), namespace)
+        if len(request.sequences) > 1:
+            raise RequestError(f"n={len(request.sequences)} samples in one stream; open one each, or use generate")
+        return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[StreamEvent]:
         # Nothing is queued before the first event is asked for: closing a generator that never ran runs no `finally`.
@@ -219,14 +247,15 @@ class LLM:
         try:
             while not finished:
                 while not outputs:
-                    self._deliver(self._advance())
+                    self._deliver(self._advance(1))
                 output = outputs.popleft()
                 sample, finished = output.outputs[0], output.finished
                 is_token = len(sample.token_ids) > num_tokens  # not if it has been aborted
                 yield StreamEvent(sample.text[num_chars:], sample.token_ids[-1] if is_token else None, output)
                 num_chars, num_tokens = len(sample.text), len(sample.token_ids)
         finally:
-            self.abort(request.request_id)
+            if not sys.is_finalizing():  # there is nothing left to free, and half of what it would take is gone
+                self.abort(request.request_id)
             del self._streams[request.request_id]
 
     def chat(
@@ -245,6 +274,50 @@ class LLM:
         # The template writes the special tokens itself.
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         return tokenizer.encode(text, add_bos=False)
+
+    # --- Branches ---
+
+    def prefill(self, prompt: Prompt, *, namespace: Hashable = None) -> Branch:
+        """Computes a prompt and keeps its pages, to be forked, extended, scored and generated from.
+
+        Args:
+          prompt: a string or token ids.
+          namespace: as in `generate`.
+
+        Returns:
+          A handle. Close it, or use it in a `with`, to give its pages back.
+
+        Raises:
+          RequestError: it can never run.
+
+        Example:
+          >>> with llm.prefill("Roses are red,") as root:
+          ...     a, b = root.fork(), root.fork()
+          ...     a.extend(" violets"); b.extend(" lilies")
+          ...     print(a.generate().outputs[0].text, b.logprobs(" are"))
+        """
+        return Branch(self, self._encode(prompt), namespace)
+
+    def beam_search(
+        self,
+        prompts: Prompt | AnySequence[Prompt],
+        *,
+        beam_width: int = 4,
+        max_tokens: int = 32,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        namespace: Hashable = None,
+    ) -> list[RequestOutput]:
+        """Finds likely continuations by beam search; see `jax_paged.beam.beam_search`, whose arguments these are."""
+        return beam_search(
+            self,
+            [self._encode(prompt) for prompt in _prompt_list(prompts)],
+            beam_width=beam_width,
+            max_tokens=max_tokens,
+            length_penalty=length_penalty,
+            ignore_eos=ignore_eos,
+            namespace=namespace,
+        )
 
     # --- Driving it yourself ---
 
@@ -276,7 +349,7 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step. Returns the requests that changed; `finished` says which are done."""
-        self._deliver(self._advance())
+        self._deliver(self._advance(self._decode_steps or 1))
         outputs, self._undelivered = self._undelivered, {}
         return list(outputs.values())
 
@@ -285,10 +358,9 @@ class LLM:
         it is.
         """
         request = self._requests.get(request_id)
-        if request is not None and not request.finished:
+        if request is not None:
             self._scheduler.abort(request)
-            self._deliver([self._output(request)])
-            self._forget(request)
+            self._deliver([self._end(request)])
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to tell."""
@@ -336,7 +408,8 @@ class LLM:
         self._flush(self._scheduler.commands)
         self._scheduler.commands = Commands()
         tree_pages = self._tree.pages() if self._tree is not None else set()
-        pages.check(self._cache, tree_pages)
+        held_pages = [page for seq in self._scheduler.held for page in seq.pages]
+        pages.check(self._cache, tree_pages, held_pages)
         ledger = self._scheduler.ledger
         wrong = np.nonzero(np.asarray(self._cache.ref_counts) != ledger.ref_counts)[0]
         if len(wrong) or int(self._cache.num_free) != ledger.num_free:
@@ -349,8 +422,21 @@ class LLM:
             row = tables[seq.slot][: len(seq.pages)].tolist()
             if row != seq.pages or lens[seq.slot] != seq.num_computed:
                 raise InvariantError(f"slot {seq.slot} holds pages {row}, the scheduler has {seq.pages}")
+        self._check_tokens()
         if self._tree is not None:
             self._tree.check()
+
+    def _check_tokens(self) -> None:
+        """Whether each page holds the tokens that its holders believe it does."""
+        tokens = np.asarray(self._cache.tokens)
+        holders = [
+            (seq.pages, seq.tokens[: seq.num_computed]) for seq in (*self._scheduler.running, *self._scheduler.held)
+        ]
+        for held, expected in holders:
+            found = tokens[held].reshape(-1)[: len(expected)]
+            if (found != expected).any():
+                at = int(np.argmax(found != expected)) // self.spec.page_size
+                raise InvariantError(f"page {held[at]} is held for tokens that are not those it was written with")
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles the programs of all buckets, so that nothing compiles later."""
@@ -362,10 +448,12 @@ class LLM:
                 progress(i + 1, len(self._buckets))
 
     def close(self) -> None:
-        """Ends all requests and forgets the cached prefixes."""
+        """Ends all requests, closes all branches and forgets the cached prefixes."""
         for request_id in list(self._requests):
             self.abort(request_id)
         self._undelivered.clear()
+        for seq in list(self._scheduler.held):
+            self._scheduler.drop(seq)
         self.reset_prefix_cache()
 
     def __enter__(self) -> "LLM":
@@ -376,11 +464,13 @@ class LLM:
 
     # --- Inside ---
 
-    def _request(self, prompt: Prompt, params: SamplingParams, namespace: Hashable, priority: int = 0) -> Request:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, namespace: Hashable, priority: int = 0, **options: Any
+    ) -> Request:
         """A request that can run, or an error that says why not."""
         ids = self._encode(prompt)
         limit = self.max_model_len
-        if len(ids) >= limit:
+        if len(ids) >= limit + (options.get("max_new_tokens") == 0):
             raise RequestError(
                 f"a prompt of {len(ids)} tokens leaves no room to generate: sequences have at most "
                 f"max_model_len={limit} tokens here ({-(-limit // self.spec.page_size)} of the pool's "
@@ -390,20 +480,40 @@ class LLM:
         stop = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop |= set(getattr(self.config, "eos_token_ids", ()))
+        self._check_token_ids(params, stop)
         request_id = self._next_id
         self._next_id += 1
         max_tokens = limit if params.max_tokens is None else params.max_tokens
+        if params.prompt_logprobs is not None:
+            options = {"score_from": 1} | options
         return Request(
             request_id,
             ids,
             params,
             seed=params.seed if params.seed is not None else (self._seed * 1_000_003 + request_id) % 2**32,
-            max_new_tokens=min(max_tokens, limit - len(ids)),
             stop_token_ids=frozenset(stop),
             namespace=namespace,
             priority=priority,
             arrival_s=self._clock(),
+            **({"max_new_tokens": min(max_tokens, limit - len(ids))} | options),
         )
+
+    def _check_token_ids(self, params: SamplingParams, stop: set[int]) -> None:
+        size = self.config.vocab_size
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            for token in ids:
+                if token >= size:
+                    raise RequestError(f"{name}: {token} is not a token id of this model: 0 <= id < {size}")
+        if params.min_tokens and len(set(params.logit_bias) | stop) > MAX_BIASES:
+            raise RequestError(
+                f"logit_bias and stop tokens are {len(set(params.logit_bias) | stop)} token ids together; with "
+                f"min_tokens at most {MAX_BIASES}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                f"stop={list(params.stop)} needs a tokenizer, and this model has none; give stop_token_ids, or "
+                "LLM(tokenizer=...)"
+            )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -424,7 +534,8 @@ class LLM:
     def _enqueue(self, request: Request) -> None:
         self._requests[request.request_id] = request
         for seq in request.sequences:
-            self._texts[seq] = _Text(self.tokenizer)
+            text = self._texts[seq] = GrowingText(self.tokenizer, request.params.stop)
+            seq.add_text = text.add
         self._scheduler.add(request)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
@@ -435,8 +546,8 @@ class LLM:
             else:
                 self._undelivered[output.request_id] = output
 
-    def _advance(self) -> list[RequestOutput]:
-        plan = self._scheduler.plan(self._max_tokens())
+    def _advance(self, max_steps: int) -> list[RequestOutput]:
+        plan = self._scheduler.plan(self._max_tokens(), max_steps)
         if plan is None:
             return []
         now = self._clock()
@@ -450,7 +561,7 @@ class LLM:
             self._scheduler.start_over()
             self._cache = pages.init_cache(self.spec)
             raise
-        changed = self._scheduler.commit(plan, result.tokens, result.logprobs, result.taken)
+        changed = self._scheduler.commit(plan, result)
         if self._debug_checks:
             self.check()
             self._poison()
@@ -462,10 +573,10 @@ class LLM:
             self._flush(commands)
         inputs = pack_inputs(plan, self._pack(last), bucket, self.spec.max_seqs)
         compiled_before = num_programs()
-        self._cache, packed = run_step(self._graphdef, self._state, self._cache, inputs, bucket)
+        self._cache, outputs = run_step(self._graphdef, self._state, self._cache, inputs, bucket)
         self._num_compilations += num_programs() - compiled_before
         self._has_prefilled |= not bucket.one_token_rows
-        result = StepResult.unpack(np.asarray(packed), bucket)
+        result = unpack(outputs, plan, bucket)
         assert not result.oom, "a planned step ran out of pages"
         return result
 
@@ -479,7 +590,11 @@ class LLM:
     def _poison(self) -> None:
         mask = np.zeros(self.spec.num_pages, bool)
         mask[list(self._tree.pages() if self._tree is not None else ())] = True
-        self._cache = pages.poison(self._cache, mask)
+        written = np.zeros(self.spec.num_pages, np.int32)
+        for seq in self._scheduler.held:
+            starts = np.arange(len(seq.pages)) * self.spec.page_size
+            np.maximum.at(written, seq.pages, np.minimum(seq.num_computed - starts, self.spec.page_size))
+        self._cache = pages.poison(self._cache, mask, written)
 
     def _max_tokens(self) -> int | None:
         """How many tokens the next step may have; None: as many as ever.
@@ -493,14 +608,15 @@ class LLM:
 
     def _bucket(self, plan: StepPlan) -> Bucket:
         """The cheapest program for a plan. Decode's reads a sequence's pages once for each of its tokens, which
-        pays for decode and for short prompts."""
+        pays for decode and for short prompts. It tells nothing of the prompt's own tokens."""
+        is_scored = any(row.seq.next_score < row.seq.num_prompt for row in plan.rows)
         tokens_read = sum(row.num_tokens * (row.start + row.num_tokens) for row in plan.rows if not row.is_decode)
         return next(
             b
             for b in self._buckets
             if b.num_tokens >= plan.num_tokens
             and b.num_rows >= len(plan.rows)
-            and (tokens_read <= _MAX_REREAD or not b.one_token_rows)
+            and not (b.one_token_rows and (tokens_read > _MAX_REREAD or is_scored))
         )
 
     def _report(self, changed: list[Sequence]) -> list[RequestOutput]:
@@ -509,81 +625,62 @@ class LLM:
         for seq in changed:
             request = seq.request
             requests[request.request_id] = request
-            self._texts[seq].add(seq)
             if request.times.first_token_s is None:
                 request.times = replace(request.times, first_token_s=now)
-        outputs = [self._output(request) for request in requests.values()]
-        for request in requests.values():
-            if request.finished:
-                self._forget(request)
-        return outputs
+        return [self._end(request) if request.finished else self._output(request) for request in requests.values()]
+
+    def _end(self, request: Request) -> RequestOutput:
+        """The last output of a request, which is then forgotten."""
+        request.times = replace(request.times, finished_s=self._clock())
+        output = self._output(request)
+        del self._requests[request.request_id]
+        for seq in request.sequences:
+            del self._texts[seq]
+        return output
 
     def _output(self, request: Request) -> RequestOutput:
-        if request.finished:
-            request.times = replace(request.times, finished_s=self._clock())
+        first, params = request.sequences[0], request.params
+        scored = params.prompt_logprobs is not None
         return RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=list(request.prompt_token_ids),
             outputs=[self._completion(seq) for seq in request.sequences],
-            num_cached_tokens=request.sequences[0].num_cached_tokens,
+            num_cached_tokens=first.num_cached_tokens,
             finished=request.finished,
             times=request.times,
+            why_not_cached=first.why_not_cached,
+            prompt_logprobs=[None, *first.scores] if scored else None,
+            prompt_top_logprobs=[None, *first.top_scores] if scored and params.prompt_logprobs else None,
         )
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
-        wanted = seq.request.params.logprobs is not None
+        wanted = seq.request.params.logprobs
         return CompletionOutput(
             index=seq.sample_index,
             text=self._texts[seq].text(final=seq.finish_reason is not None),
             token_ids=seq.output_token_ids,
-            logprobs=list(seq.logprobs) if wanted else None,
-            cumulative_logprob=sum(seq.logprobs) if wanted else None,
+            logprobs=None if wanted is None else list(seq.logprobs),
+            cumulative_logprob=None if wanted is None else sum(seq.logprobs),
             finish_reason=seq.finish_reason,
+            top_logprobs=list(seq.top_logprobs) if wanted else None,
         )
 
-    def _forget(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        for seq in request.sequences:
-            del self._texts[seq]
 
+def _buckets(max_batch_tokens: int, spec: CacheSpec, decode_steps: int) -> list[Bucket]:
+    """The sizes that steps are padded to, cheapest first.
 
-class _Text:
-    """The text of a sequence so far, token by token."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
-        self._parts: list[str] = []
-
-    def add(self, seq: Sequence) -> None:
-        """Takes the last token in; one that ended the text is not part of it."""
-        if self._detokenizer is not None and seq.finish_reason != "stop":
-            self._parts.append(self._detokenizer.add(int(seq.tokens[-1])))
-
-    def text(self, final: bool) -> str:
-        if final and self._detokenizer is not None:
-            self._parts.append(self._detokenizer.flush())
-        self._parts = ["".join(self._parts)]
-        return self._parts[0]
-
-
-def _buckets(max_batch_tokens: int, spec: CacheSpec) -> list[Bucket]:
-    """The sizes that steps are padded to, cheapest first: twice as many tokens from one to the next.
-
-    Decode has a token a row, up to `max_seqs`. Prefill, and both mixed, have a few rows or as many as can be.
+    Decode has a token a row, twice as many from one size to the next, up to `max_seqs`. Prefill, and both mixed, have
+    all rows, and four times as many tokens from one size to the next: their programs take longest to compile.
     """
 
     def bucket(num_tokens: int, num_rows: int, one_token_rows: bool) -> Bucket:
         most_pages = min(num_tokens, num_tokens // spec.page_size + 2 * num_rows, spec.num_pages)
-        return Bucket(num_tokens, num_rows, most_pages, one_token_rows)
+        return Bucket(num_tokens, num_rows, most_pages, one_token_rows, decode_steps if one_token_rows else 1)
 
     max_rows = _power_of_two(spec.max_seqs)
     decode = [bucket(n, n, True) for n in _doubling(_MIN_ROWS, max_rows)]
-    mixed = [
-        bucket(n, rows, False)
-        for n in _doubling(max_rows, _power_of_two(max_batch_tokens))
-        for rows in sorted({_MIN_ROWS, max_rows})
-    ]
-    return decode + mixed
+    sizes = _doubling(max_rows, _power_of_two(max_batch_tokens))
+    return decode + [bucket(n, max_rows, False) for n in sizes[(len(sizes) - 1) % 2 :: 2]]
 
 
 def _doubling(first: int, last: int) -> list[int]:

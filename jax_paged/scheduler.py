@@ -5,129 +5,26 @@ pages on the device gathers in `Commands` and rides in the next step. The device
 `PageLedger` mirrors the reference counts, so that it knows beforehand how many pages there will be.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from jax_paged.ledger import Commands, Growth, PageLedger, Row, StepPlan, StepResult
 from jax_paged.radix import RadixTree, common_prefix_length
 from jax_paged.request import Request, Sequence
 
-__all__ = ["SCHEDULES", "Commands", "Growth", "PageLedger", "Row", "Scheduler", "StepPlan"]
+__all__ = ["MAX_STOP_IDS", "SCHEDULES", "Scheduler"]
 
-SCHEDULES = ("lpm", "fcfs")
+SCHEDULES = ("lpm", "fcfs", "dfs")
+
+# Stop tokens that the device looks for by itself in several steps at once.
+MAX_STOP_IDS = 16
 
 # Waiting sequences whose cached prefix is looked up before a step; the others are too far back to matter.
 _LPM_WINDOW = 128
 # A sequence that this many later ones have overtaken goes next.
 _MAX_OVERTAKEN = 32
-
-
-class PageLedger:
-    """The host's copy of the pool's reference counts."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.ref_counts = np.zeros(num_pages, np.int32)
-        self.num_free = num_pages
-
-    def reserve(self, num_pages: int) -> None:
-        """A planned step will take these; `take` tells which they were."""
-        assert num_pages <= self.num_free, f"{num_pages} pages planned, {self.num_free} free"
-        self.num_free -= num_pages
-
-    def take(self, page_ids: Iterable[int]) -> None:
-        for page in page_ids:
-            assert self.ref_counts[page] == 0, f"page {page} was handed out while in use"
-            self.ref_counts[page] = 1
-
-    def retain(self, page_ids: Iterable[int]) -> None:
-        for page in page_ids:
-            assert self.ref_counts[page] > 0, f"page {page} is free and cannot be retained"
-            self.ref_counts[page] += 1
-
-    def release(self, page_ids: Iterable[int]) -> None:
-        for page in page_ids:
-            assert self.ref_counts[page] > 0, f"page {page} is free already"
-            self.ref_counts[page] -= 1
-            self.num_free += int(self.ref_counts[page] == 0)
-
-
-@dataclass
-class Commands:
-    """What is to be done to pages on the device, part after part: a part may build on the ones before it."""
-
-    retain: list[int] = field(default_factory=list)  # page ids that the tree holds from now on
-    release: list[int] = field(default_factory=list)  # page ids that it holds no more
-    free_slots: set[int] = field(default_factory=set)
-    points: dict[tuple[int, int], int] = field(default_factory=dict)  # (slot, table index) -> the page id it shall name
-    lengths: dict[int, int] = field(default_factory=dict)  # slot -> tokens
-
-    def __bool__(self) -> bool:
-        return bool(self.retain or self.release or self.free_slots or self.points or self.lengths)
-
-    def free_slot(self, slot: int) -> None:
-        """Empties a slot. Orders for it that are still here would come after that, so they go."""
-        self.free_slots.add(slot)
-        self.points = {place: page for place, page in self.points.items() if place[0] != slot}
-        self.lengths.pop(slot, None)
-
-    def split(self, capacity: int) -> Iterator["Commands"]:
-        """The same in pieces whose lists fit arrays of `capacity` entries: mostly a single one."""
-        if max(len(self.retain), len(self.release), len(self.points)) <= capacity:
-            yield self
-            return
-        for start in range(0, len(self.retain), capacity):
-            yield Commands(retain=self.retain[start : start + capacity])
-        for start in range(0, len(self.release), capacity):
-            yield Commands(release=self.release[start : start + capacity])
-        yield Commands(free_slots=self.free_slots)
-        points = list(self.points.items())
-        for start in range(0, len(points), capacity):
-            yield Commands(points=dict(points[start : start + capacity]))
-        yield Commands(lengths=self.lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's part of a step: its tokens [start, start + num_tokens)."""
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether a token is sampled: not after a chunk with more of the prompt to come."""
-        return self.start + self.num_tokens == self.seq.num_tokens
-
-    @property
-    def is_decode(self) -> bool:
-        return self.num_tokens == 1 and self.start >= self.seq.num_prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """The pages a row takes: `num_pages`, from table entry `first` on; the first replaces `shared_page`, a copy of
-    it.
-    """
-
-    first: int
-    num_pages: int
-    shared_page: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """Rows in the order of their slots, the pages each takes, and what is done to pages before they run."""
-
-    rows: list[Row]
-    growths: list[Growth]
-    commands: Commands
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +45,19 @@ class Scheduler:
 
     Running sequences come first, by priority and arrival. Each decode takes one token of `max_batch_tokens`;
     prefills share what is left; then waiting sequences are admitted. When pages run out, unlocked leaves of the
-    tree go; then, of the sequences behind the needy one, the one that loses least is set aside. The first in line
-    is never set aside, and fits the pool alone, so it always moves on and nothing can deadlock.
+    tree go, then the pages that are held for later; then, of the sequences behind the needy one, the one that loses
+    least is set aside. The first in line is never set aside, and fits the pool alone, so it always moves on and
+    nothing can deadlock.
 
     Args:
       num_pages, page_size, max_seqs: the pool's.
       max_batch_tokens: tokens a step; at least `max_seqs`.
       tree: the prefix tree; None turns reuse off.
-      schedule: who of the waiting goes first: "fcfs", the first come; "lpm", the longest cached prefix, unless many
-        later ones have overtaken someone (Zheng et al. 2023, arXiv 2312.07104, section 3 has lpm).
+      schedule: who of the waiting goes first: "fcfs", the first come; "lpm", the longest cached prefix (Zheng et al.
+        2023, arXiv 2312.07104, section 3); "dfs", in the order of their tokens, which walks the tree depth first so
+        that those that share a prefix run together. The last two unless many later ones have overtaken someone.
       partial_hits: reuse a page of which only the first tokens agree, by copying it.
+      wait_for_prefix: let a sequence wait while a running one computes a prefix that the two share.
     """
 
     def __init__(
@@ -170,6 +70,7 @@ class Scheduler:
         tree: RadixTree | None,
         schedule: str = "lpm",
         partial_hits: bool = True,
+        wait_for_prefix: bool = True,
     ) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"{schedule=} is not one of {', '.join(SCHEDULES)}")
@@ -183,10 +84,13 @@ class Scheduler:
         self.tree = tree
         self.schedule = schedule
         self.partial_hits = partial_hits
+        self.wait_for_prefix = wait_for_prefix
         self.ledger = PageLedger(num_pages)
         self.commands = Commands()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        # Sequences that keep their pages without a slot, the least recently used first. They may wait, too.
+        self.held: dict[Sequence, None] = {}
         self.free_slots = list(range(max_seqs - 1, -1, -1))
         self.counts = {
             "query_tokens": 0,  # of prompts at their first admission, and of these:
@@ -202,7 +106,16 @@ class Scheduler:
     # --- Requests in and out ---
 
     def add(self, request: Request) -> None:
-        self.waiting.extend(request.sequences)
+        """Queues a request; one with nothing to compute is finished at once."""
+        for seq in request.sequences:
+            if seq.num_uncomputed > 0:
+                self.waiting.append(seq)
+                continue
+            seq.finish_reason = "length"
+            if request.held:
+                self.held[seq] = self.held.pop(seq, None)
+            elif seq in self.held:
+                self.drop(seq)
 
     def abort(self, request: Request) -> None:
         """Ends what still runs of a request. What it has computed stays in the tree."""
@@ -214,8 +127,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def reset_tree(self) -> bool:
-        """Empties the tree, unless sequences run on its pages."""
-        if self.running:
+        """Empties the tree, unless sequences run on its pages or hold them."""
+        if self.running or any(seq.pages for seq in self.held):
             return False
         if self.tree is not None:
             pages = self.tree.reset()
@@ -227,28 +140,78 @@ class Scheduler:
         """Books an empty pool and tree, after a step that failed. What ran waits again, and has lost none of its
         tokens.
         """
-        for seq in self.running:
+        for seq in (*self.running, *self.held):
             self._unlock(seq.node, seq.partial_node)
             seq.node = seq.partial_node = None
             seq.slot, seq.pages, seq.num_computed = None, [], 0
+        for seq in self.running:
             seq.was_set_aside = True
         self.waiting += self.running
         self.running = []
+        self.held = {}
         self.free_slots = list(range(self.max_seqs - 1, -1, -1))
         self.ledger = PageLedger(len(self.ledger.ref_counts))
         self.commands = Commands()
         if self.tree is not None:
             self.tree.reset()
 
+    # --- Pages held without a slot ---
+
+    def adopt(self, seq: Sequence, other: Sequence) -> None:
+        """Gives a sequence, before it is added, all that one held computed, which keeps nothing.
+
+        What comes before a token to be sampled or scored is left out: it will be computed once more.
+        """
+        seq.pages, seq.num_computed, seq.node = other.pages, other.num_computed, other.node
+        other.pages, other.num_computed, other.node = [], 0, None
+        self.held.pop(other, None)
+        needed = seq.num_tokens - seq.request.samples
+        needed = min(needed, seq.next_score - 1) if seq.next_score < seq.num_prompt else needed
+        if seq.num_computed > needed:
+            seq.num_computed = needed
+            cut = seq.pages[self._num_pages(needed) :]
+            del seq.pages[self._num_pages(needed) :]
+            self.ledger.release(cut)
+            self.commands.release += cut
+        self.held[seq] = None
+
+    def share(self, seq: Sequence, other: Sequence) -> None:
+        """Makes a sequence, before it is added, a second holder of all that one held computed."""
+        self.ledger.retain(other.pages)
+        self.commands.retain += other.pages
+        self._lock(other.node)
+        twin = Sequence(seq.request, 0)
+        twin.pages, twin.num_computed, twin.node = list(other.pages), other.num_computed, other.node
+        self.adopt(seq, twin)
+
+    def drop(self, seq: Sequence) -> None:
+        """Gives up the pages that a sequence holds without a slot. Its tokens can be computed again."""
+        del self.held[seq]
+        self._unlock(seq.node)
+        self.ledger.release(seq.pages)
+        self.commands.release += seq.pages
+        seq.pages, seq.num_computed, seq.node = [], 0, None
+
+    def _drop_oldest(self, but: Sequence | None = None) -> bool:
+        """Drops the pages that have been held unused for longest; False if there are none."""
+        seq = next((seq for seq in self.held if seq.pages and seq is not but), None)
+        if seq is not None:
+            self.drop(seq)
+        return seq is not None
+
     # --- Planning a step ---
 
     def num_pending(self) -> int:
         """Tokens of prompts, or of what was set aside, that are still to be computed."""
-        return sum(seq.num_uncomputed for seq in (*self.waiting, *self.running) if seq.num_uncomputed > 1)
+        return sum(seq.num_uncomputed for seq in (*self.waiting, *self.running) if seq.is_prefilling)
 
-    def plan(self, max_tokens: int | None = None) -> StepPlan | None:
+    def plan(self, max_tokens: int | None = None, max_steps: int = 1) -> StepPlan | None:
         """The next step, or None with nothing to do. Page commands so far are in it, and `self.commands` is empty
         after.
+
+        Args:
+          max_tokens: of all rows together; None: `max_batch_tokens`.
+          max_steps: tokens that each row may get, where all decode and nobody waits.
         """
         if not self.has_work():
             return None
@@ -256,30 +219,57 @@ class Scheduler:
         rows = self._continue_running(max_tokens)
         rows += self._admit(rows, max_tokens)
         assert rows, "sequences wait, and none can run"
+        rows += self._twins(rows)
         rows.sort(key=lambda row: row.seq.slot or 0)
         growths = self._growths(rows)
-        self.ledger.reserve(sum(growth.num_pages for growth in growths))
+        num_steps, num_pages = self._num_steps(rows, sum(growth.num_pages for growth in growths), max_steps)
+        self.ledger.reserve(num_pages)
         self.ledger.release(g.shared_page for g in growths if g.shared_page is not None)
         commands, self.commands = self.commands, Commands()
-        self.counts["steps"] += 1
-        return StepPlan(rows, growths, commands)
+        self.counts["steps"] += num_steps
+        return StepPlan(rows, growths, commands, num_steps, num_pages)
+
+    def _num_steps(self, rows: list[Row], num_pages: int, max_steps: int) -> tuple[int, int]:
+        """How many steps can go in one call, and the pages for all of them; `num_pages` are for the first."""
+        if self.waiting or not all(self._runs_by_itself(row) for row in rows):
+            return 1, num_pages
+        num_steps = min(max_steps, max(row.seq.num_left for row in rows))
+        while num_steps > 1:
+            ends = [(row.start + 1, row.start + min(num_steps, row.seq.num_left)) for row in rows]
+            needed = num_pages + sum(self._num_pages(end) - self._num_pages(first) for first, end in ends)
+            self._evict(needed - self.ledger.num_free)
+            if needed <= self.ledger.num_free:
+                return num_steps, needed
+            num_steps //= 2
+        return 1, num_pages
+
+    def _runs_by_itself(self, row: Row) -> bool:
+        """Whether the device can tell alone what the row's next tokens are, and whether they are the last."""
+        request = row.seq.request
+        return (
+            row.samples
+            and row.num_tokens == 1
+            and row.seq.next_score >= row.seq.num_prompt
+            and not request.params.stop
+            and row.seq.num_outputs >= request.params.min_tokens
+            and len(request.stop_token_ids) <= MAX_STOP_IDS
+        )
 
     def _continue_running(self, max_tokens: int) -> list[Row]:
         """Rows for the sequences that are on their way, the first in line first."""
         self.running.sort(key=_line)
-        prefill_tokens = max_tokens - sum(seq.num_uncomputed == 1 for seq in self.running)
+        prefill_tokens = max_tokens - sum(not seq.is_prefilling for seq in self.running)
         rows: list[Row] = []
         num_pages = 0
         for seq in list(self.running):
-            is_prefill = seq.num_uncomputed > 1
-            num_tokens = min(seq.num_uncomputed, prefill_tokens) if is_prefill else 1
+            num_tokens = min(seq.num_uncomputed, prefill_tokens) if seq.is_prefilling else 1
             if seq.slot is None or num_tokens == 0:  # set aside for one before it; or no tokens left for it
                 continue
             needed = self._pages_to_grow(seq, num_tokens)
             if not self._make_room(num_pages + needed, behind=seq):
                 continue
             num_pages += needed
-            prefill_tokens -= num_tokens if is_prefill else 0
+            prefill_tokens -= num_tokens if seq.is_prefilling else 0
             rows.append(Row(seq, seq.num_computed, num_tokens))
         return rows
 
@@ -287,76 +277,106 @@ class Scheduler:
         """Rows for waiting sequences, in order: none is passed over because a smaller one would fit."""
         budget = max_tokens - sum(row.num_tokens for row in rows)
         step_pages = sum(self._pages_to_grow(row.seq, row.num_tokens) for row in rows)
-        promised = sum(self._pages_to_grow(seq, seq.num_uncomputed) for seq in self.running)
         admitted: list[Row] = []
         for seq in self._in_order() if budget and self.free_slots else ():
             if not budget or not self.free_slots:
                 break
-            if self._prefix_is_being_computed(seq):
+            if self._waits_for_twin(seq) or self._prefix_is_being_computed(seq):
                 continue
-            if not self._attach(seq, promised):
+            if not self._attach(seq):
                 break
             num_tokens = min(seq.num_uncomputed, budget)
             budget -= num_tokens
-            promised += self._pages_to_grow(seq, seq.num_uncomputed)
             step_pages += self._pages_to_grow(seq, num_tokens)
             self._evict(step_pages - self.ledger.num_free)
             admitted.append(Row(seq, seq.num_computed, num_tokens))
         return admitted
 
-    def _attach(self, seq: Sequence, promised: int) -> bool:
+    def _twins(self, rows: list[Row]) -> list[Row]:
+        """Rows for the other samples of prompts that this step completes, as far as there are slots and pages."""
+        twins: list[Row] = []
+        promised = self._num_promised()
+        for row in rows:
+            if not (row.samples and row.seq.num_outputs == 0 and row.seq.sample_index == 0):
+                continue
+            for seq in row.seq.request.sequences[1:]:
+                # Each takes a page as soon as it writes.
+                room = promised + len(twins) + 1 <= self._num_obtainable()
+                if self.free_slots and room and seq.slot is None and seq.finish_reason is None:
+                    self._enter(seq)
+                    twins.append(Row(seq, seq.num_tokens, 0, row.seq))
+        return twins
+
+    def _enter(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        seq.slot = self.free_slots.pop()
+
+    def _attach(self, seq: Sequence) -> bool:
         """Gives a waiting sequence a slot and its cached prefix, if the pool has the pages for the rest of it.
 
             tokens:  [ whole cached pages: shared | k cached tokens of one: copied at the first write | to compute ]
 
-        Args:
-          seq: the sequence.
-          promised: pages that those before it will still take.
-
         Returns:
           Whether it could; if not, nothing has changed.
         """
+        promised = self._num_promised()
+        while (hit := self._best_hit(seq, promised)) is None:
+            # While others run, their pages will come back, and what is held stays.
+            if self.running or not (self._drop_oldest(but=seq) or self._drop_oldest()):
+                return False
+        self._enter(seq)
+        was_held = bool(seq.pages)
+        self.held.pop(seq, None)
+        if was_held:
+            self.commands.release += hit.pages
+        else:
+            self.ledger.retain(hit.pages)
+        seq.pages, seq.num_computed = list(hit.pages), hit.num_tokens
+        seq.node, seq.partial_node = hit.node, hit.partial_node
+        for i, page in enumerate(seq.pages):
+            self.commands.point(seq.slot or 0, i, page)
+        self.commands.lengths[seq.slot or 0] = seq.num_computed
+        self._count_admission(seq, was_held)
+        return True
+
+    def _best_hit(self, seq: Sequence, promised: int) -> _Hit | None:
+        """The longest start of a sequence with which the rest of it fits, its nodes locked; None if none does."""
+        if seq.pages:  # held since before
+            hit = _Hit(seq.num_computed, seq.pages, seq.node, None)
+            needed = self._pages_to_grow(seq, seq.num_tokens - seq.num_computed)
+            return hit if promised + needed <= self._num_obtainable() else None
         for hit in self._hits(seq):
             self._lock(hit.node, hit.partial_node)
             needed = self._num_pages(seq.num_tokens) - len(hit.pages) + (hit.partial_node is not None)
-            evictable = self.tree.evictable_pages if self.tree is not None else 0
-            if promised + needed <= self.ledger.num_free + evictable:
-                break
+            if promised + needed <= self._num_obtainable():
+                return hit
             self._unlock(hit.node, hit.partial_node)
-        else:
-            return False
-        self.waiting.remove(seq)
-        self.running.append(seq)
-        seq.slot = self.free_slots.pop()
-        seq.pages, seq.num_computed = list(hit.pages), hit.num_tokens
-        seq.node, seq.partial_node = hit.node, hit.partial_node
-        self.ledger.retain(seq.pages)
-        self.commands.points |= {(seq.slot, i): page for i, page in enumerate(seq.pages)}
-        self.commands.lengths[seq.slot] = seq.num_computed
-        self._count_admission(seq)
-        return True
+        return None
 
     def _hits(self, seq: Sequence) -> list[_Hit]:
-        """The ways to start a sequence, best first. Its last token is left out: it must be computed to be sampled
-        after.
+        """The ways to start a sequence, best first. Its last token is left out, which must be computed to be sampled
+        after, and any before a token that is to be scored.
 
         Copying a page that agrees in part takes one page more than the sequence, which the pool may not have.
         """
         if self.tree is None:
             return [_NO_HIT]
-        match = self.tree.match(seq.tokens[:-1], namespace=seq.request.namespace)
+        tokens = seq.tokens[: min(seq.num_tokens, max(seq.next_score, 1)) - 1]
+        match = self.tree.match(tokens, namespace=seq.request.namespace)
         whole = _Hit(match.num_tokens, match.pages, match.node, None)
         if match.partial is None or not self.partial_hits:
             return [whole]
-        tokens = match.num_tokens + match.partial.num_tokens
-        return [_Hit(tokens, [*match.pages, match.partial.page_id], match.node, match.partial.node), whole]
+        num_tokens = match.num_tokens + match.partial.num_tokens
+        return [_Hit(num_tokens, [*match.pages, match.partial.page_id], match.node, match.partial.node), whole]
 
-    def _count_admission(self, seq: Sequence) -> None:
+    def _count_admission(self, seq: Sequence, was_held: bool) -> None:
         if seq.was_set_aside:
             self.counts["resumed_hit_tokens"] += seq.num_computed
             return
-        self.counts["query_tokens"] += seq.num_tokens
-        self.counts["hit_tokens"] += seq.num_computed
+        if not was_held:
+            self.counts["query_tokens"] += seq.num_tokens
+            self.counts["hit_tokens"] += seq.num_computed
         seq.num_cached_tokens = seq.num_computed
         for other in self.waiting:
             other.num_overtaken += other.arrival < seq.arrival
@@ -364,22 +384,33 @@ class Scheduler:
     def _in_order(self) -> list[Sequence]:
         """The waiting sequences, the next first: those set aside, those overtaken too often, then by the schedule."""
         line = sorted(self.waiting, key=_line)
-        if self.schedule == "fcfs" or self.tree is None:
+        if self.schedule == "fcfs" or (self.schedule == "lpm" and self.tree is None):
             return line
-        tree = self.tree
 
         def key(seq: Sequence) -> tuple[Any, ...]:
             first = seq.was_set_aside or seq.num_overtaken >= _MAX_OVERTAKEN
-            cached = 0 if first else tree.peek(seq.tokens[:-1], namespace=seq.request.namespace)
-            return (seq.request.priority, not seq.was_set_aside, not first, -cached, seq.arrival)
+            wish = 0 if first else self._wish(seq)
+            return (seq.request.priority, not seq.was_set_aside, not first, wish, seq.arrival)
 
         return sorted(line[:_LPM_WINDOW], key=key) + line[_LPM_WINDOW:]
+
+    def _wish(self, seq: Sequence) -> Any:
+        """What "lpm" or "dfs" sort by, the smallest first."""
+        if self.schedule == "dfs":
+            return seq.tokens.astype(">u4").tobytes()
+        assert self.tree is not None
+        return -self.tree.peek(seq.tokens[:-1], namespace=seq.request.namespace)
+
+    def _waits_for_twin(self, seq: Sequence) -> bool:
+        """Whether another sample of the same prompt, which computes it for all of them, is not done with it yet."""
+        first = seq.request.sequences[0]
+        return seq is not first and first.num_outputs == 0 and first.finish_reason is None
 
     def _prefix_is_being_computed(self, seq: Sequence) -> bool:
         """Whether a running prefill is about to fill a page that this sequence could then share instead of
         computing it.
         """
-        if self.tree is None:
+        if self.tree is None or not self.wait_for_prefix or seq.pages or seq.next_score < seq.num_prompt:
             return False
         prefills = [r for r in self.running if r.num_uncomputed > 1 and r.request.namespace == seq.request.namespace]
         if not prefills:
@@ -394,6 +425,14 @@ class Scheduler:
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    def _num_promised(self) -> int:
+        """Pages that the running sequences will take before each samples its next token."""
+        return sum(self._pages_to_grow(seq, seq.num_uncomputed) for seq in self.running)
+
+    def _num_obtainable(self) -> int:
+        """Pages that are free, or could be without anybody losing any that are in use."""
+        return self.ledger.num_free + (self.tree.evictable_pages if self.tree is not None else 0)
+
     def _pages_to_grow(self, seq: Sequence, num_tokens: int) -> int:
         """Pages that a sequence takes for its next tokens. At most: it may turn out that it need not copy its last
         page.
@@ -406,11 +445,14 @@ class Scheduler:
         step, all copy it, but for the first if there is no other holder."""
         writers: dict[int, int] = {}
         for row in rows:
-            if row.start % self.page_size:
+            if row.num_tokens and row.start % self.page_size:
                 writers[row.seq.pages[-1]] = writers.get(row.seq.pages[-1], 0) + 1
         kept: set[int] = set()
         growths = []
         for row in rows:
+            if not row.num_tokens:
+                growths.append(Growth(0, 0, None))
+                continue
             shared = row.seq.pages[-1] if row.start % self.page_size else None
             if shared is not None and shared not in kept and writers[shared] == self.ledger.ref_counts[shared]:
                 kept.add(shared)
@@ -420,9 +462,11 @@ class Scheduler:
         return growths
 
     def _make_room(self, num_pages: int, behind: Sequence) -> bool:
-        """Frees pages until `num_pages` are free: by eviction, then by setting aside sequences behind the given one."""
+        """Frees pages until `num_pages` are free: by eviction, then of what is held, then by setting aside sequences
+        behind the given one.
+        """
         while self.ledger.num_free < num_pages:
-            if self._evict(num_pages - self.ledger.num_free):
+            if self._evict(num_pages - self.ledger.num_free) or self._drop_oldest():
                 continue
             victim = self._cheapest(self.running[self.running.index(behind) + 1 :])
             if victim is None:
@@ -466,6 +510,19 @@ class Scheduler:
         self.running.remove(seq)
         seq.slot, seq.pages, seq.num_computed = None, [], 0
 
+    def _hold(self, seq: Sequence) -> None:
+        """Takes a sequence's slot away, but leaves it its pages."""
+        assert seq.slot is not None
+        self._insert(seq)
+        self._unlock(seq.partial_node)
+        seq.partial_node = None
+        self.commands.retain += seq.pages
+        self.commands.free_slot(seq.slot)
+        self.free_slots.append(seq.slot)
+        self.running.remove(seq)
+        seq.slot = None
+        self.held[seq] = None
+
     def _lock(self, *nodes: Any) -> None:
         for node in nodes:
             if node is not None and self.tree is not None:
@@ -492,54 +549,100 @@ class Scheduler:
             self.ledger.retain([page])
             self.ledger.release([own])
             seq.pages[index] = page
-            self.commands.points[seq.slot, index] = page
+            self.commands.point(seq.slot, index, page)
         self._lock(inserted.node)
         self._unlock(seq.node)
         seq.node = inserted.node
 
     # --- Taking a step's results in ---
 
-    def commit(
-        self, plan: StepPlan, tokens: np.ndarray, logprobs: np.ndarray | None, taken: np.ndarray
-    ) -> list[Sequence]:
-        """Books what a step did.
+    def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
+        """Books what a step did. Returns the sequences that have more tokens, or are done."""
+        changed: dict[Sequence, None] = {}
+        num_taken = 0
+        rows, growths = dict(enumerate(plan.rows)), plan.growths
+        for step in range(plan.num_steps):
+            if step > 0:
+                going = {i: row.seq for i, row in rows.items() if row.seq.finish_reason is None}
+                rows = {i: Row(seq, seq.num_computed, 1) for i, seq in going.items()}
+                growths = self._growths(list(rows.values()))
+            num_taken += self._book_pages(list(rows.values()), growths, result.taken[step])
+            for row in rows.values():
+                self._book_row(row)
+            if step == 0 and result.prompt is not None:
+                self._book_scores(plan.rows, result)
+            for row in rows.values():
+                if row.twin is not None:
+                    self._follow(row.seq, row.twin)
+            for i, row in rows.items():
+                if row.samples:
+                    self._book_token(row.seq, i, step, result)
+                elif row.seq.num_uncomputed == 0:  # only computes
+                    self._finish(row.seq, "length")
+                else:
+                    continue
+                changed[row.seq] = None
+        self.ledger.give_back(plan.num_reserved - num_taken)
+        return list(changed)
 
-        Args:
-          plan: of that step.
-          tokens: i32[>= rows], sampled; only those of rows that sample count.
-          logprobs: f32[>= rows], theirs.
-          taken: i32[>= pages], the ids the device handed out, row after row.
-
-        Returns:
-          The sequences that have one more token.
-        """
+    def _book_pages(self, rows: list[Row], growths: list[Growth], taken: np.ndarray) -> int:
         used = 0
-        for row, growth in zip(plan.rows, plan.growths):
+        for row, growth in zip(rows, growths):
             pages = taken[used : used + growth.num_pages].tolist()
             used += growth.num_pages
             self.ledger.take(pages)
             row.seq.pages[growth.first :] = pages
-        changed = []
-        for i, row in enumerate(plan.rows):
-            seq = row.seq
-            seq.num_computed += row.num_tokens
-            self.counts["computed_prefill_tokens"] += 0 if row.is_decode else row.num_tokens
-            self._unlock(seq.partial_node)  # its page has been copied
-            seq.partial_node = None
-            if not row.is_decode:
-                self._insert(seq)
-            if row.samples:
-                seq.append(int(tokens[i]), None if logprobs is None else float(logprobs[i]))
-                self.counts["generated_tokens"] += 1
-                changed.append(seq)
-                if reason := seq.why_finished():
-                    self._finish(seq, reason)
-        return changed
+        return used
+
+    def _book_row(self, row: Row) -> None:
+        seq = row.seq
+        seq.num_computed += row.num_tokens
+        self._unlock(seq.partial_node)  # its page has been copied
+        seq.partial_node = None
+        if row.num_tokens and not row.is_decode:
+            self.counts["computed_prefill_tokens"] += row.num_tokens
+            self._insert(seq)
+
+    def _book_scores(self, rows: list[Row], result: StepResult) -> None:
+        """Takes in the log-probabilities of prompt tokens: computing token i tells that of token i + 1."""
+        assert result.prompt is not None
+        offset = 0
+        for row in rows:
+            seq, wanted = row.seq, row.seq.request.params.prompt_logprobs or 0
+            while row.start < seq.next_score < min(row.start + row.num_tokens + 1, seq.num_prompt):
+                at = offset + seq.next_score - 1 - row.start
+                seq.scores.append(float(result.prompt.logprobs[at]))
+                seq.top_scores.append(result.prompt.top(at, wanted))
+            offset += row.num_tokens
+
+    def _follow(self, seq: Sequence, twin: Sequence) -> None:
+        """Gives a sample of a prompt the pages of the one that has computed it."""
+        assert seq.slot is not None
+        seq.pages, seq.num_computed, seq.node = list(twin.pages), twin.num_computed, twin.node
+        self._lock(seq.node)
+        self.ledger.retain(seq.pages)
+        for i, page in enumerate(seq.pages):
+            self.commands.point(seq.slot, i, page)
+        self.commands.lengths[seq.slot] = seq.num_computed
+
+    def _book_token(self, seq: Sequence, row: int, step: int, result: StepResult) -> None:
+        seq.append(int(result.tokens[step, row]))
+        wanted = seq.request.params.logprobs
+        if wanted is not None and result.sampled is not None:
+            seq.logprobs.append(float(result.sampled[step].logprobs[row]))
+            seq.top_logprobs.append(result.sampled[step].top(row, wanted))
+        self.counts["generated_tokens"] += 1
+        if reason := seq.why_finished():
+            self._finish(seq, reason)
 
     def _finish(self, seq: Sequence, reason: str) -> None:
         seq.finish_reason = reason
         if seq.slot is None:
             self.waiting.remove(seq)
+            if seq in self.held and not seq.request.held:
+                self.drop(seq)
+        elif seq.request.held:
+            self._hold(seq)
         else:
             self._detach(seq)
 

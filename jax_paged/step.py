@@ -1,8 +1,11 @@
 """One engine step on the device: page commands, room for the new tokens, the model, sampling. All in one jitted call.
 
-What goes in is a handful of padded arrays, what comes out is the cache and one array of integers.
+What goes in is a handful of padded arrays, what comes out is the cache and one array of integers; log-probabilities
+stay on the device unless someone wants them. Where all rows decode, one call may go through several steps: the tokens
+it samples are fed back in, pages are taken as they are needed, and rows that have ended stand still.
 """
 
+import functools
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -12,24 +15,30 @@ from flax import nnx, struct
 
 from jax_paged import cache as pages
 from jax_paged.cache import PagedCache
-from jax_paged.nn import make_batch
-from jax_paged.sampling import SamplingRows, sample
-from jax_paged.scheduler import Commands, StepPlan
+from jax_paged.ledger import Commands, StepPlan, StepResult, TokenScores
+from jax_paged.nn import Batch, make_batch
+from jax_paged.request import MAX_LOGPROBS, Sequence
+from jax_paged.sampling import MAX_BIASES, Sampled, SamplingRows, sample, token_logprobs
+from jax_paged.scheduler import MAX_STOP_IDS
 
 __all__ = [
     "Bucket",
     "PageCommands",
     "StepInputs",
-    "StepResult",
+    "StepOutputs",
     "apply_commands",
     "num_programs",
     "pack_commands",
     "pack_inputs",
     "run_step",
+    "unpack",
 ]
 
 
 type Array = Any  # numpy's outside jit, jax's inside
+
+# Prompt tokens whose logits are looked at together, when all of a prompt's are.
+_SCORED_TOGETHER = 64
 
 
 class Bucket(NamedTuple):
@@ -37,17 +46,18 @@ class Bucket(NamedTuple):
 
     num_tokens: int
     num_rows: int
-    max_new_pages: int
+    max_new_pages: int  # in one step
     one_token_rows: bool  # see `nn.Batch`
+    max_steps: int  # 1 unless one_token_rows
 
 
 class PageCommands(struct.PyTreeNode, kw_only=True):
-    """`scheduler.Commands` as arrays; `capacity` entries each, padded with indices past the end."""
+    """`ledger.Commands` as arrays; `capacity` entries each, padded with indices past the end."""
 
     retain: Array  # i32[capacity], page ids
-    release: Array  # i32[capacity], page ids
     free_slots: Array  # bool[max_seqs]
     points: Array  # i32[3, capacity]: slots, table indices, page ids
+    release: Array  # i32[capacity], page ids
     lengths: Array  # i32[max_seqs], tokens; -1: as it is
     any: Array  # bool[], whether there is anything to do
 
@@ -59,31 +69,21 @@ class StepInputs(struct.PyTreeNode, kw_only=True):
     tokens: Array  # i32[num_tokens], the rows back to back
     slots: Array  # i32[num_rows], ascending; max_seqs for padding
     q_lens: Array  # i32[num_rows]
-    temperature: Array  # f32[num_rows]
-    seed: Array  # u32[num_rows]
-    sample_index: Array  # i32[num_rows]
-    logprobs: Array  # bool[], whether any row wants them
+    sample_from: Array  # i32[num_rows], the token after which each row samples
+    sampling: SamplingRows
+    stop_ids: Array  # i32[num_rows, MAX_STOP_IDS], tokens that end a row; -1: none
+    num_left: Array  # i32[num_rows], tokens it may still sample
+    num_steps: Array  # i32[], up to max_steps; more than one only where each row has one token
+    next_tokens: Array  # i32[num_tokens], whose log-probabilities are wanted after each of `tokens`; -1: none
+    num_prompt_logprobs: Array  # i32[], alternatives to those; -1: nobody wants any
 
 
-class StepResult(NamedTuple):
-    """What a step tells."""
+class StepOutputs(NamedTuple):
+    """What a step tells, as it comes from the device."""
 
-    tokens: np.ndarray  # i32[num_rows]
-    logprobs: np.ndarray  # f32[num_rows]
-    taken: np.ndarray  # i32[max_new_pages], page ids in the order of the rows
-    num_free: int
-    oom: bool
-
-    @classmethod
-    def unpack(cls, packed: np.ndarray, bucket: Bucket) -> "StepResult":
-        rows = bucket.num_rows
-        return cls(
-            packed[:rows],
-            packed[rows : 2 * rows].view(np.float32),
-            packed[2 * rows : -2],
-            int(packed[-2]),
-            bool(packed[-1]),
-        )
+    packed: jax.Array  # i32[max_steps * (num_rows + max_new_pages) + 2]: tokens, pages taken, num_free, oom
+    sampled: Sampled  # [max_steps, num_rows, ...]
+    prompt: tuple[jax.Array, jax.Array, jax.Array] | None  # as `token_logprobs`, for `next_tokens`
 
 
 def _apply_commands(cache: PagedCache, commands: PageCommands) -> PagedCache:
@@ -91,9 +91,9 @@ def _apply_commands(cache: PagedCache, commands: PageCommands) -> PagedCache:
 
     def apply(books: PagedCache) -> PagedCache:
         books = pages._retain(books, commands.retain)
-        books = pages._release(books, commands.release)
         books = pages._free_slots(books, commands.free_slots)
         books = pages._point(books, *commands.points)
+        books = pages._release(books, commands.release)
         return books.replace(seq_lens=jnp.where(commands.lengths >= 0, commands.lengths, books.seq_lens))
 
     # Without the pool, which a conditional might copy.
@@ -101,9 +101,97 @@ def _apply_commands(cache: PagedCache, commands: PageCommands) -> PagedCache:
     return books.replace(kv_pages=cache.kv_pages)
 
 
+def _compute(
+    model: Any, cache: PagedCache, tokens: jax.Array, slots: jax.Array, q_lens: jax.Array, bucket: Bucket
+) -> tuple[PagedCache, jax.Array, jax.Array, Batch]:
+    """Makes room for tokens and runs the model. Returns the cache, the pages taken, the hidden states, the batch."""
+    num_new = jnp.zeros_like(cache.seq_lens).at[slots].add(q_lens, mode="drop")
+    cache, taken = pages.extend(cache, num_new, bucket.max_new_pages)
+    batch = make_batch(cache, slots, q_lens, bucket.num_tokens, one_token_rows=bucket.one_token_rows)
+    cache = pages.record_tokens(cache, batch.slot_mapping, tokens)
+    hidden, cache = model(tokens, cache, batch)
+    return cache, taken, hidden, batch
+
+
+def _choose(
+    model: Any, cache: PagedCache, hidden: jax.Array, slots: jax.Array, rows: SamplingRows, step: jax.Array | int
+) -> Sampled:
+    """Samples after the hidden states of each row."""
+
+    def history() -> tuple[jax.Array, jax.Array]:
+        return pages.token_history(cache, slots), cache.seq_lens.at[slots].get(mode="fill", fill_value=0)
+
+    return sample(model.logits(hidden), rows.replace(position=rows.position + step), history)
+
+
+def _run_steps(model: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket) -> tuple[PagedCache, StepOutputs]:
+    """Up to `max_steps` steps, as long as some row goes on."""
+    num_rows = bucket.num_rows
+
+    def room(x: Any) -> jax.Array:
+        return jnp.zeros((bucket.max_steps, *x.shape), x.dtype)
+
+    def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, cache, tokens, q_lens, taken, sampled = state
+        cache, new_pages, hidden, batch = _compute(model, cache, tokens, inputs.slots, q_lens, bucket)
+        last = jnp.where(i == 0, inputs.sample_from, batch.last_tokens)
+        new = _choose(model, cache, hidden[last], inputs.slots, inputs.sampling, i)
+        taken = taken.at[i].set(new_pages)
+        sampled = jax.tree.map(lambda all_steps, one: all_steps.at[i].set(one), sampled, new)
+        # The rows that go on, back to back.
+        stops = jnp.any(inputs.stop_ids == new.tokens[:, None], axis=1)
+        q_lens = jnp.where((q_lens > 0) & ~stops & (inputs.num_left > i + 1), 1, 0)
+        place = jnp.where(q_lens > 0, jnp.cumsum(q_lens) - 1, bucket.num_tokens)
+        tokens = jnp.zeros_like(tokens).at[place].set(new.tokens, mode="drop")
+        return i + 1, cache, tokens, q_lens, taken, sampled
+
+    def goes_on(state: tuple[Any, ...]) -> jax.Array:
+        i, q_lens = state[0], state[3]
+        return (i == 0) | ((i < inputs.num_steps) & jnp.any(q_lens > 0))
+
+    row = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    top = jax.ShapeDtypeStruct((num_rows, MAX_LOGPROBS), jnp.int32)
+    sampled = Sampled(room(row), room(row).astype(jnp.float32), room(top), room(top).astype(jnp.float32))
+    taken = jnp.full((bucket.max_steps, bucket.max_new_pages), cache.num_pages, jnp.int32)
+    state = (jnp.int32(0), cache, inputs.tokens, inputs.q_lens, taken, sampled)
+    # A loop of one round would only be in the compiler's way.
+    state = jax.lax.while_loop(goes_on, step, state) if bucket.max_steps > 1 else step(state)
+    cache, taken, sampled = state[1], state[4], state[5]
+    return cache, StepOutputs(_pack(cache, sampled.tokens, taken), sampled, None)
+
+
+def _run_mixed(model: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket) -> tuple[PagedCache, StepOutputs]:
+    """One step of rows with any number of tokens."""
+    cache, taken, hidden, _ = _compute(model, cache, inputs.tokens, inputs.slots, inputs.q_lens, bucket)
+    sampled = _choose(model, cache, hidden[inputs.sample_from], inputs.slots, inputs.sampling, 0)
+    sampled = jax.tree.map(lambda x: x[None], sampled)
+    return cache, StepOutputs(_pack(cache, sampled.tokens, taken), sampled, _score(model, hidden, inputs))
+
+
+def _score(model: Any, hidden: jax.Array, inputs: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities of `next_tokens`, some tokens at a time: all their logits would be large."""
+    num_tokens, together = hidden.shape[0], min(_SCORED_TOGETHER, hidden.shape[0])
+
+    def score_some(some: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return token_logprobs(model.logits(some[0]), jnp.maximum(some[1], 0), inputs.num_prompt_logprobs > 0)
+
+    def score() -> tuple[jax.Array, jax.Array, jax.Array]:
+        parts = (hidden.reshape(-1, together, hidden.shape[1]), inputs.next_tokens.reshape(-1, together))
+        return jax.tree.map(lambda x: x.reshape(num_tokens, *x.shape[2:]), jax.lax.map(score_some, parts))
+
+    shape = (num_tokens, MAX_LOGPROBS)
+    nothing = (jnp.zeros(num_tokens, jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+    return jax.lax.cond(inputs.num_prompt_logprobs >= 0, score, lambda: nothing)
+
+
+def _pack(cache: PagedCache, tokens: jax.Array, taken: jax.Array) -> jax.Array:
+    flags = jnp.stack([cache.num_free, cache.oom.astype(jnp.int32)])
+    return jnp.concatenate([tokens.ravel(), taken.ravel(), flags])
+
+
 def _run_step(
     graphdef: Any, state: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket
-) -> tuple[PagedCache, jax.Array]:
+) -> tuple[PagedCache, StepOutputs]:
     """The step.
 
     Args:
@@ -113,26 +201,11 @@ def _run_step(
       bucket: static; the sizes of `inputs`.
 
     Returns:
-      The cache, and a `StepResult` packed into i32[2 * num_rows + max_new_pages + 2], so that one transfer brings
-      all of it.
+      The cache and the outputs.
     """
     model = nnx.merge(graphdef, state)
     cache = _apply_commands(cache, inputs.commands)
-    num_new = jnp.zeros_like(cache.seq_lens).at[inputs.slots].add(inputs.q_lens, mode="drop")
-    cache, taken = pages.extend(cache, num_new, bucket.max_new_pages)
-    batch = make_batch(cache, inputs.slots, inputs.q_lens, bucket.num_tokens, one_token_rows=bucket.one_token_rows)
-    hidden, cache = model(inputs.tokens, cache, batch)
-    rows = SamplingRows(
-        temperature=inputs.temperature,
-        seed=inputs.seed,
-        sample_index=inputs.sample_index,
-        position=cache.seq_lens.at[inputs.slots].get(mode="fill", fill_value=0),
-        logprobs=inputs.logprobs,
-    )
-    tokens, logprobs = sample(model.logits(hidden[batch.last_tokens]), rows)
-    flags = jnp.stack([cache.num_free, cache.oom.astype(jnp.int32)])
-    packed = jnp.concatenate([tokens, jax.lax.bitcast_convert_type(logprobs, jnp.int32), taken, flags])
-    return cache, packed
+    return (_run_steps if bucket.one_token_rows else _run_mixed)(model, cache, inputs, bucket)
 
 
 # Engines of the same model and sizes share their programs.
@@ -143,6 +216,29 @@ apply_commands = jax.jit(_apply_commands, donate_argnames="cache")
 def num_programs() -> int:
     """How many step programs have been compiled so far."""
     return int(cast(Any, run_step)._cache_size())
+
+
+# --- Between the host's lists and the device's arrays ---
+
+
+def unpack(outputs: StepOutputs, plan: StepPlan, bucket: Bucket) -> StepResult:
+    """Brings to the host what of a step's outputs someone wants."""
+    packed = np.asarray(outputs.packed)
+    num_tokens = bucket.max_steps * bucket.num_rows
+    sampled = prompt = None
+    if any(row.seq.request.params.logprobs is not None for row in plan.rows):
+        _, *scores = (np.asarray(x) for x in outputs.sampled)
+        sampled = [TokenScores(*(x[i] for x in scores)) for i in range(plan.num_steps)]
+    if outputs.prompt is not None and any(row.seq.next_score < row.seq.num_prompt for row in plan.rows):
+        prompt = TokenScores(*(np.asarray(x) for x in outputs.prompt))
+    return StepResult(
+        tokens=packed[:num_tokens].reshape(bucket.max_steps, -1),
+        taken=packed[num_tokens:-2].reshape(bucket.max_steps, -1),
+        sampled=sampled,
+        prompt=prompt,
+        num_free=int(packed[-2]),
+        oom=bool(packed[-1]),
+    )
 
 
 def _padded(values: Any, size: int, fill: int | float, dtype: Any = np.int32) -> np.ndarray:
@@ -165,9 +261,9 @@ def pack_commands(commands: Commands, capacity: int, num_pages: int, max_seqs: i
     lengths[list(commands.lengths)] = list(commands.lengths.values())
     return PageCommands(
         retain=_padded(commands.retain, capacity, num_pages),
-        release=_padded(commands.release, capacity, num_pages),
         free_slots=free_slots,
         points=points,
+        release=_padded(commands.release, capacity, num_pages),
         lengths=lengths,
         any=np.bool_(bool(commands)),
     )
@@ -177,18 +273,89 @@ def pack_inputs(plan: StepPlan, commands: PageCommands, bucket: Bucket, max_seqs
     """The arrays for a plan, padded to a bucket that holds it."""
     rows, num_rows = plan.rows, bucket.num_rows
     tokens = np.zeros(bucket.num_tokens, np.int32)
+    next_tokens = np.full(bucket.num_tokens, -1, np.int32)
+    num_prompt_logprobs = -1
+    ends: dict[Sequence, int] = {}
     at = 0
     for row in rows:
-        tokens[at : at + row.num_tokens] = row.seq.tokens[row.start : row.start + row.num_tokens]
+        seq, end = row.seq, row.start + row.num_tokens
+        tokens[at : at + row.num_tokens] = seq.tokens[row.start : end]
+        if row.start < seq.next_score <= min(end, seq.num_prompt - 1):
+            targets = seq.tokens[row.start + 1 : min(end + 1, seq.num_prompt)]
+            next_tokens[at : at + len(targets)] = targets
+            num_prompt_logprobs = max(num_prompt_logprobs, seq.request.params.prompt_logprobs or 0)
         at += row.num_tokens
-    requests = [row.seq.request for row in rows]
+        ends[seq] = at - 1
     return StepInputs(
         commands=commands,
         tokens=tokens,
         slots=_padded([row.seq.slot for row in rows], num_rows, max_seqs),
         q_lens=_padded([row.num_tokens for row in rows], num_rows, 0),
-        temperature=_padded([request.params.temperature for request in requests], num_rows, 0, np.float32),
-        seed=_padded([request.seed for request in requests], num_rows, 0, np.uint32),
-        sample_index=_padded([row.seq.sample_index for row in rows], num_rows, 0),
-        logprobs=np.bool_(any(request.params.logprobs is not None for request in requests)),
+        sample_from=_padded([ends[row.twin or row.seq] for row in rows], num_rows, 0),
+        sampling=_pack_sampling([row.seq for row in rows], num_rows),
+        stop_ids=_pack_stop_ids([row.seq for row in rows], num_rows),
+        num_left=_padded([row.seq.num_left for row in rows], num_rows, 0),
+        num_steps=np.int32(plan.num_steps),
+        next_tokens=next_tokens,
+        num_prompt_logprobs=np.int32(num_prompt_logprobs),
     )
+
+
+def _pack_sampling(seqs: list[Sequence], num_rows: int) -> SamplingRows:
+    params = [seq.request.params for seq in seqs]
+
+    def column(values: list[Any], fill: float, dtype: Any) -> np.ndarray:
+        return _padded(values, num_rows, fill, dtype)
+
+    biases = [_biases(seq) for seq in seqs]
+    columns: dict[str, Any] = {
+        # Higher ones than float32's largest change nothing more.
+        "temperature": column([min(p.temperature, 3e38) for p in params], 0, np.float32),
+        "top_k": column([min(p.top_k, 2**31 - 1) for p in params], 0, np.int32),
+        "top_p": column([p.top_p for p in params], 1, np.float32),
+        "min_p": column([p.min_p for p in params], 0, np.float32),
+        "seed": column([seq.request.seed for seq in seqs], 0, np.uint32),
+        "sample_index": column([seq.sample_index for seq in seqs], 0, np.int32),
+        "position": column([seq.num_tokens for seq in seqs], 0, np.int32),
+        "presence_penalty": column([p.presence_penalty for p in params], 0, np.float32),
+        "frequency_penalty": column([p.frequency_penalty for p in params], 0, np.float32),
+        "repetition_penalty": column([p.repetition_penalty for p in params], 1, np.float32),
+        "num_prompt": column([seq.num_prompt for seq in seqs], 0, np.int32),
+        "num_logprobs": column([-1 if p.logprobs is None else p.logprobs for p in params], -1, np.int32),
+    }
+    return SamplingRows(**columns, **(_pack_biases(biases, num_rows) if any(biases) else _no_biases(num_rows)))
+
+
+def _biases(seq: Sequence) -> dict[int, float]:
+    """What is added to logits, -inf for what must not end the text yet."""
+    params = seq.request.params
+    biases = dict(params.logit_bias)
+    if seq.num_outputs < params.min_tokens:
+        biases |= dict.fromkeys(seq.request.stop_token_ids, -np.inf)
+    return biases
+
+
+def _pack_biases(biases: list[dict[int, float]], num_rows: int) -> dict[str, Any]:
+    arrays = {key: np.array(array) for key, array in _no_biases(num_rows).items()}
+    for i, bias in enumerate(biases):
+        arrays["bias_ids"][i, : len(bias)] = list(bias)
+        arrays["bias_values"][i, : len(bias)] = list(bias.values())
+    return arrays
+
+
+@functools.cache
+def _no_biases(num_rows: int) -> dict[str, Any]:
+    """On the device, so that it need not travel with each step."""
+    shape = (num_rows, MAX_BIASES)
+    return {
+        "bias_ids": jax.device_put(np.full(shape, np.iinfo(np.int32).max, np.int32)),
+        "bias_values": jax.device_put(np.zeros(shape, np.float32)),
+    }
+
+
+def _pack_stop_ids(seqs: list[Sequence], num_rows: int) -> np.ndarray:
+    stop_ids = np.full((num_rows, MAX_STOP_IDS), -1, np.int32)
+    for i, seq in enumerate(seqs):
+        ids = list(seq.request.stop_token_ids)[:MAX_STOP_IDS]
+        stop_ids[i, : len(ids)] = ids
+    return stop_ids

@@ -2,7 +2,8 @@
 
 Two parts in one program, so that one compilation serves every mix of lengths:
 
-* **decode**: all rows of one query token together, a loop over blocks of pages of all of them at once;
+* **decode**: all rows of one query token together, a loop over blocks of pages of all of them at once. Leading pages
+  that all of them have in common are read once (as in cascade inference, arXiv 2501.01005, section 3.1.2);
 * **prefill**: the other rows, cut into tiles of query tokens, one tile at a time, a loop over its KV blocks.
 
 Both loops run as often as the longest row in the batch needs, not as often as the shapes allow, and a part with
@@ -23,7 +24,10 @@ from .api import AttentionCall
 # KV tokens per loop step: fewer, larger operations win on CPU, until a short row pays for much it does not need.
 _DECODE_BLOCK_TOKENS = 128
 _PREFILL_BLOCK_TOKENS = 256
-_PREFILL_TILE_TOKENS = 128
+# Query tokens together: larger tiles serve long prompts, smaller ones the short rests of cached ones.
+_PREFILL_TILE_TOKENS = 64
+# A prefix that so many rows may share is worth the code that reads it once for all of them.
+_MIN_ROWS_TO_SHARE = 16
 
 # Where the running maximum starts: finite, so that a row that has seen nothing yet needs no special case, and a
 # sum over it that is exactly 0.
@@ -82,7 +86,7 @@ def ragged_paged_attention(
     kv_lens = jnp.where(is_row, kv_lens, 0)
 
     if decode_only:
-        out, lse = _decode(q, kv_pages, kv_lens, page_indices, options)
+        out, lse = _decode(q, kv_pages, kv_lens, page_indices, options, share=True)
         return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
 
     # Tokens of no row stay as they are here.
@@ -101,9 +105,17 @@ def ragged_paged_attention(
 
 
 def _decode(
-    q: jax.Array, kv_pages: jax.Array, kv_lens: jax.Array, page_indices: jax.Array, options: _Options
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    options: _Options,
+    share: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """One query token per row. q [rows, num_q_heads, head_dim]; returns the same in float32, and its LSE."""
+    """One query token per row. q [rows, num_q_heads, head_dim]; returns the same in float32, and its LSE.
+
+    `share` says whether the pages with which all rows begin are looked for.
+    """
     num_pages, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
     num_rows, num_q_heads, _ = q.shape
     num_kv_heads = num_kv_heads_twice // 2
@@ -121,6 +133,11 @@ def _decode(
 
     first_pos = _window_start(kv_lens - 1, options)
     first_page = first_pos // page_size
+    sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (num_rows, 1))
+    state = _empty_softmax(q.shape[:2], head_dim, sinks)
+    if share and num_rows >= _MIN_ROWS_TO_SHARE and options.sliding_window is None:
+        state, num_shared = _decode_shared(state, q, kv_pages, kv_lens, page_indices, pages_per_block, options)
+        first_page = jnp.where(kv_lens > 0, num_shared * pages_per_block, 0)
     num_row_pages = jnp.maximum(-(-kv_lens // page_size) - first_page, 0)
 
     def step(block: jax.Array, state: _Softmax) -> _Softmax:
@@ -136,11 +153,61 @@ def _decode(
         logits = _dot("bgd,btd->bgt", q, k, options)
         return _online_softmax(state, logits, seen[:, None], "bgt,btd->bgd", v, options)
 
-    sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (num_rows, 1))
-    state = _empty_softmax(q.shape[:2], head_dim, sinks)
     state = jax.lax.fori_loop(0, -(-jnp.max(num_row_pages) // pages_per_block), step, state)
     out, lse = _normalised(state, options)
     return out.reshape(num_rows, num_q_heads, head_dim), lse.reshape(num_rows, num_q_heads)
+
+
+def _decode_shared(
+    state: _Softmax,
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    pages_per_block: int,
+    options: _Options,
+) -> tuple[_Softmax, jax.Array]:
+    """The blocks of pages with which all rows begin, read once: rows times group queries of a KV head together.
+
+    Args:
+      state: of [rows * num_kv_heads, group].
+      q: [rows * num_kv_heads, group, head_dim].
+      kv_pages, kv_lens, page_indices, pages_per_block, options: as in `_decode`; rows of length 0 do not count.
+
+    Returns:
+      The state with those blocks in it, and how many there were.
+    """
+    _, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
+    num_rows, num_kv_heads = kv_lens.shape[0], num_kv_heads_twice // 2
+    is_row = kv_lens > 0
+    pages = page_indices[jnp.argmax(is_row)]
+    is_same = jnp.all((page_indices == pages) | ~is_row[:, None], axis=0)
+    num_full = jnp.min(jnp.where(is_row, kv_lens, jnp.max(kv_lens))) // page_size
+    num_shared = jnp.minimum(jnp.argmin(jnp.append(is_same, False)), num_full) // pages_per_block
+
+    def by_head(x: jax.Array) -> jax.Array:
+        """[rows * num_kv_heads, group, ...] to [num_kv_heads, rows * group, ...]"""
+        x = jnp.swapaxes(x.reshape(num_rows, num_kv_heads, *x.shape[1:]), 0, 1)
+        return x.reshape(num_kv_heads, -1, *x.shape[3:])
+
+    def by_row(x: jax.Array) -> jax.Array:
+        """And back."""
+        x = jnp.swapaxes(x.reshape(num_kv_heads, num_rows, -1, *x.shape[2:]), 0, 1)
+        return x.reshape(num_rows * num_kv_heads, *x.shape[2:])
+
+    queries = by_head(q)
+
+    def step(block: jax.Array, state: _Softmax) -> _Softmax:
+        page = jax.lax.dynamic_slice_in_dim(pages, block * pages_per_block, pages_per_block)
+        kv = kv_pages.at[page].get(mode="clip").reshape(-1, num_kv_heads, 2, head_dim).astype(options.dot_dtype)
+        kv = jax.lax.optimization_barrier(kv)
+        logits = _dot("kqd,tkd->kqt", queries, kv[:, :, 0], options)
+        return _online_softmax(state, logits, jnp.bool_(True), "kqt,tkd->kqd", kv[:, :, 1], options)
+
+    new = jax.lax.fori_loop(0, num_shared, step, _Softmax(*map(by_head, state)))
+    rows = jnp.repeat(is_row, num_kv_heads)[:, None]
+    masks = _Softmax(rows, rows, rows[..., None])
+    return _Softmax(*(jnp.where(mask, by_row(x), old) for mask, x, old in zip(masks, new, state))), num_shared
 
 
 def _prefill(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tiny import alone, engine, greedy, prompt
 
 import jax_paged as jp
-from jax_paged.scheduler import Commands, StepPlan
-from jax_paged.step import Bucket, StepResult, pack_commands, pack_inputs, run_step
+from jax_paged.ledger import Commands, StepPlan, StepResult
+from jax_paged.step import Bucket, pack_commands, pack_inputs, run_step
 
 # Other page sizes and pools: each of these is compiled anew.
 PAGES_OF_1: dict[str, Any] = {
@@ -255,9 +255,10 @@ def test_nothing_compiles_after_warmup():
     assert_baseline(llm)
 
 
-def test_the_compiled_step_holds_one_pool():
+@pytest.mark.parametrize("bucket", [0, -1], ids=["decode", "mixed"])
+def test_the_compiled_step_holds_one_pool(bucket: int):
     llm = engine()
-    bucket = llm._buckets[-1]
+    bucket = llm._buckets[bucket]
     spec = replace(llm.spec, num_pages=20_000)
     commands = pack_commands(Commands(), llm._capacity, spec.num_pages, spec.max_seqs)
     inputs = pack_inputs(StepPlan([], [], Commands()), commands, bucket, spec.max_seqs)

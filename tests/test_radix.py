@@ -1,6 +1,7 @@
 """The radix tree against its scenarios, and against a model that is a plain dictionary of prefixes."""
 
 import doctest
+import json
 import subprocess
 import sys
 import tracemalloc
@@ -19,9 +20,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jax_paged import radix
+from jax_paged import radix, radix_node
+from jax_paged.bench import radix as bench
 from jax_paged.errors import InvariantError, OutOfPages
-from jax_paged.radix import Node, RadixTree, common_prefix_length
+from jax_paged.radix import CacheEvent, Node, RadixTree, common_prefix_length
 
 P = 4
 
@@ -36,7 +38,7 @@ def snapshot(tree: RadixTree) -> list[object]:
         (id(n), n.namespace, bytes(n.edge), tuple(n.pages), n.locks, n.last_used, n.hits, n.created, n.ticket)
         for n in tree._nodes()
     ]
-    return [nodes, tree.pages(), tree.evictable_pages, tree.root.locks, tree.namespaces, list(tree._heap)]
+    return [nodes, tree.pages(), tree.evictable_pages, tree.root.locks, tree.namespaces, list(tree._queue.heap)]
 
 
 def lines_executed(call: Callable[[], object]) -> int:
@@ -469,6 +471,235 @@ def test_reset_is_refused_while_anything_is_locked_and_else_gives_every_page(): 
     tree.check()
 
 
+# -- Uses --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_a_match_without_touch_does_not_count_as_a_use_until_it_is_noted(policy):
+    for is_used, loser in ((False, [1, 0]), (True, [3, 2])):
+        tree = RadixTree(P, policy)
+        tree.insert(range(8), [0, 1])
+        tree.insert(range(50, 58), [2, 3])
+        for _ in range(5):  # a request that waits, and looks each step
+            m = tree.match(range(8), touch=False)
+            tree.lock(m.node)
+            tree.unlock(m.node)
+        if is_used:
+            tree.note_reused(m.node)
+        assert tree.evict(2) == loser
+        tree.check()
+
+
+def test_a_match_without_touch_finds_the_same_and_changes_nothing_at_the_end_of_an_edge():
+    tree = RadixTree(P)
+    tree.insert(range(16), pages_of(4))
+    tree.insert([*range(8), *range(50, 58)], [0, 1, 8, 9])
+    before = snapshot(tree)
+    for tokens in (range(16), range(11), [*range(8), 50, 51], [7], []):
+        m = tree.match(tokens, touch=False)
+        assert snapshot(tree) == before
+        assert tree.peek(tokens) == m.num_tokens
+        again = tree.match(tokens)
+        assert (m.pages, m.node, m.partial) == (again.pages, again.node, again.partial)
+        before = snapshot(tree)
+
+
+def test_noting_a_reuse_touches_the_match_and_nothing_behind_it():
+    tree = RadixTree(P)
+    tree.insert(range(16), pages_of(4))
+    tree.insert(range(50, 58), [8, 9])
+    tree.note_reused(tree.match(range(8), touch=False).node)
+    assert tree.evict(4) == [3, 2, 9, 8]
+    tree.check()
+
+
+def test_a_noted_reuse_is_a_hit_for_least_frequently_used():
+    tree = RadixTree(P, "lfu")
+    tree.insert(range(8), [0, 1])
+    tree.note_reused(tree.match(range(8), touch=False).node)
+    tree.insert(range(50, 58), [2, 3])  # later, but never reused
+    assert tree.evict(2) == [3, 2]
+
+
+def test_noting_the_reuse_of_nothing_does_nothing_and_of_an_evicted_node_raises():
+    events: list[CacheEvent] = []
+    tree = RadixTree(P, on_event=events.append)
+    tree.insert(range(8), [0, 1])
+    node = tree.match(range(8), touch=False).node
+    before = snapshot(tree)
+    tree.note_reused(tree.match([5], touch=False).node)
+    assert snapshot(tree) == before
+    tree.evict(2)
+    with pytest.raises(ValueError, match="was evicted after it was matched"):
+        tree.note_reused(node)
+    assert [event.kind for event in events] == ["stored", "evicted"]
+
+
+# -- Events ------------------------------------------------------------------------------------------------------------
+
+
+def told(events: list[CacheEvent]) -> list[tuple[object, ...]]:
+    """The events so far, which are taken out of the list."""
+    seen = [(event.kind, event.namespace, event.tokens.tolist(), event.pages) for event in events]
+    events.clear()
+    return seen
+
+
+def test_events_tell_prefixes_and_their_last_pages():
+    events: list[CacheEvent] = []
+    tree = RadixTree(2, on_event=events.append)
+    tree.insert([1, 2, 3, 4, 5], [0, 1], namespace="a")
+    assert told(events) == [("stored", "a", [1, 2, 3, 4], [0, 1])]
+    tree.insert([1, 2, 3, 4, 5, 6, 7, 8], [0, 9, 2, 3], namespace="a")
+    assert told(events) == [("stored", "a", [1, 2, 3, 4, 5, 6, 7, 8], [2, 3])]
+    tree.insert([1, 2, 9, 9], [0, 4], namespace="a")
+    assert told(events) == [("stored", "a", [1, 2, 9, 9], [4])]
+    tree.note_reused(tree.match([1, 2, 3, 4, 5, 6], "a", touch=False).node)
+    assert told(events) == [("reused", "a", [1, 2, 3, 4, 5, 6], [0, 1, 2])]
+    assert tree.evict(3) == [3, 4, 2]
+    assert told(events) == [
+        ("evicted", "a", [1, 2, 3, 4, 5, 6, 7, 8], [3]),
+        ("evicted", "a", [1, 2, 9, 9], [4]),
+        ("evicted", "a", [1, 2, 3, 4, 5, 6], [2]),
+    ]
+    tree.insert([7, 7], [5])
+    assert tree.reset() == [0, 1, 5]
+    assert told(events)[1:] == [("reset", None, [], [0, 1, 5])]
+
+
+def test_evicting_a_path_of_many_nodes_is_one_event():
+    events: list[CacheEvent] = []
+    tree = RadixTree(1, on_event=events.append)
+    tree.insert(range(100), pages_of(100))
+    for n in range(99, 0, -1):
+        tree.match(range(n))
+    tree.note_reused(tree.match(range(100), touch=False).node)
+    assert tree.num_nodes == 100
+    told(events)
+    tree.evict(70)
+    assert told(events) == [("evicted", None, list(range(100)), list(range(30, 100)))]
+
+
+def test_queries_and_refused_calls_are_no_events():
+    events: list[CacheEvent] = []
+    tree = RadixTree(P, on_event=events.append)
+    tree.insert(range(8), [0, 1])
+    told(events)
+    tree.peek(range(8))
+    tree.lock(tree.match(range(8)).node)
+    tree.insert(range(8), [0, 1])
+    tree.insert(range(8), [5, 6])
+    tree.evict(5)
+    tree.reset()
+    tree.why_missed([9] * 4)
+    with pytest.raises(ValueError, match="already holds"):
+        tree.insert(range(50, 54), [0])
+    assert events == []
+
+
+def test_the_tokens_of_an_event_cannot_be_written_and_its_pages_are_the_listeners():
+    def on_event(event: CacheEvent) -> None:
+        events.append(event)
+        event.pages.clear()
+
+    events: list[CacheEvent] = []
+    tree = RadixTree(P, on_event=on_event)
+    assert tree.insert(range(8), [0, 1]).kept == [(0, 0), (1, 1)]
+    assert events[0].tokens.dtype == np.int32
+    with pytest.raises(ValueError, match="read-only"):
+        events[0].tokens[0] = 5
+    assert tree.reset() == [0, 1]
+
+
+def test_what_a_listener_raises_is_logged_once_and_disturbs_nothing(caplog):
+    def on_event(event: CacheEvent) -> None:
+        tree.check()
+        kinds.append(event.kind)
+        raise KeyError("no such router")
+
+    kinds: list[str] = []
+    tree = RadixTree(P, on_event=on_event)
+    assert tree.insert(range(8), [0, 1]).kept == [(0, 0), (1, 1)]
+    tree.note_reused(tree.match(range(8), touch=False).node)
+    assert tree.evict(1) == [1]
+    assert tree.reset() == [0]
+    assert kinds == ["stored", "reused", "evicted", "reset"]
+    (record,) = caplog.records
+    assert "on_event failed for a 'stored' event" in record.message
+    assert "no such router" in caplog.text
+
+
+# -- Why nothing was reused --------------------------------------------------------------------------------------------
+
+
+def test_why_nothing_was_reused():
+    tree = RadixTree(P)
+    assert tree.why_missed(range(8)) == "nothing is cached yet"
+    tree.insert(range(8), [0, 1])
+    tree.insert([0, 1, 9, 9], [2])
+    tree.insert([5] * 8, [3, 4], namespace="tenant-7")
+    assert tree.why_missed(range(4)) is None
+    assert tree.why_missed([0, 1, 2]) == "too short: 3 tokens looked up, a page holds 4"
+    differs = "differs at position 2: token 7, the nearest cached sequence has "
+    assert tree.why_missed([0, 1, 7, 3]) in (differs + "2", differs + "9")
+    assert tree.why_missed([-8] * 9).startswith("differs at position 0: token -8, the nearest cached sequence has 0")
+    assert tree.why_missed([5] * 4) == "cached under another namespace"
+    assert tree.why_missed(np.full(4, 5)) == "cached under another namespace"
+    assert tree.why_missed(range(8), namespace="new") == "cached under another namespace"
+    assert tree.why_missed([8] * 8, namespace="new") == "nothing is cached in its namespace"
+    tree.match(range(8))
+    tree.match([0, 1, 9, 9])
+    assert tree.evict(2) == [4, 3]
+    assert tree.why_missed([5] * 4, namespace="tenant-7") == "evicted (prefixes evicted since: 0)"
+    tree.evict(100)
+    assert tree.why_missed([5] * 4, namespace="tenant-7") == "evicted (prefixes evicted since: 2)"
+    assert tree.why_missed([5] * 4) == "nothing is cached yet"  # was never cached in this namespace
+    tree.reset()
+    assert tree.why_missed([5] * 4, namespace="tenant-7") == "nothing is cached yet"
+
+
+def test_why_nothing_was_reused_when_parts_of_pages_are():
+    tree = RadixTree(P)
+    tree.insert(range(8), [0, 1])
+    assert tree.why_missed([0, 1, 7, 3], partial_hits=True) is None
+    assert tree.why_missed([0], partial_hits=True) is None
+    assert tree.why_missed([3], partial_hits=True) == (
+        "differs at position 0: token 3, the nearest cached sequence has 0"
+    )
+    assert tree.why_missed([], partial_hits=True) == "too short: 0 tokens looked up, a page holds 4"
+
+
+def test_wrong_tokens_have_no_reason():
+    with pytest.raises(ValueError, match="flat list or array of integers"):
+        RadixTree(P).why_missed([0.5] * 4)
+
+
+def test_evicted_prefixes_are_remembered_up_to_a_limit():
+    tree = RadixTree(1)
+    for token in range(5000):
+        tree.insert([token], [0])
+        assert tree.evict(1) == [0]
+    assert tree.why_missed([4999]) == "evicted (prefixes evicted since: 0)"
+    assert tree.why_missed([5000 - 4096]) == "evicted (prefixes evicted since: 4095)"
+    assert tree.why_missed([5000 - 4097]) == "nothing is cached yet"
+    tree.insert([4000], [0])
+    tree.evict(1)
+    assert tree.why_missed([4000]) == "evicted (prefixes evicted since: 0)"  # the last time counts
+
+
+def test_the_reason_costs_the_same_in_a_large_tree_and_changes_nothing():
+    def work(num_others: int) -> int:
+        tree = RadixTree(2)
+        for i in range(num_others):
+            tree.insert([i, i, i, i], [2 * i, 2 * i + 1])
+        before = snapshot(tree)
+        lines = lines_executed(lambda: tree.why_missed(np.tile([1, 2], 50_000)))
+        assert snapshot(tree) == before
+        return lines
+
+    assert work(100) == work(2000)
+
+
 # -- Cost --------------------------------------------------------------------------------------------------------------
 
 
@@ -477,8 +708,9 @@ def chain(num_nodes: int, pages_per_node: int, page_size: int) -> tuple[RadixTre
     step = pages_per_node * page_size
     tokens = np.arange(num_nodes * step, dtype=np.int32)
     pages = pages_of(num_nodes * pages_per_node)
-    for i in range(1, num_nodes + 1):
-        tree.insert(tokens[: i * step], pages)
+    tree.insert(tokens, pages)
+    for i in range(num_nodes - 1, 0, -1):
+        tree.match(tokens[: i * step])
     assert tree.num_nodes == num_nodes
     return tree, tokens, pages
 
@@ -581,7 +813,7 @@ def test_the_record_of_uses_stays_small_however_often_a_leaf_is_used():
         tree.match(range(8))
         tree.lock(node)
         tree.unlock(node)
-    assert len(tree._heap) < 100
+    assert len(tree._queue.heap) < 100
     tree.check()
 
 
@@ -598,6 +830,19 @@ def test_small_parts_of_a_large_edge_do_not_keep_it_alive():
         tracemalloc.stop()
     assert tree.num_pages == 10
     assert small < large / 50
+
+
+def test_the_benchmark_measures_every_operation_on_both_shapes(capsys, monkeypatch):
+    shapes = {"num_tokens": 256, "tree_tokens": 2048, "page_size": 4, "repeats": 3}
+    results = bench.measure(**shapes) + bench.measure(**shapes, pages_per_node=1)
+    assert [result.num_nodes for result in results] == [1] * 6 + [64] * 6
+    assert all(0 < result.median_s < 1 for result in results)
+    measure = bench.measure
+    monkeypatch.setattr(bench, "measure", lambda **options: measure(**shapes, **options))
+    bench.main(as_json=True)
+    assert [row["operation"] for row in json.loads(capsys.readouterr().out)][:2] == ["peek", "match"]
+    bench.main()
+    assert "all within their targets" in capsys.readouterr().out
 
 
 # -- The integrity check and what people see ---------------------------------------------------------------------------
@@ -636,7 +881,7 @@ def leaf(tree: RadixTree) -> Node:
         (lambda tree: setattr(leaf(tree), "ticket", 0), "up for eviction"),
         (lambda tree: upper(tree).sorted_keys.pop(), "sorted keys"),
         (lambda tree: leaf(tree).pages.clear(), "has no pages"),
-        (lambda tree: tree._heap.clear(), "candidates for eviction in the heap says 0, the tree has 2"),
+        (lambda tree: tree._queue.heap.clear(), "candidates for eviction in the heap says 0, the tree has 2"),
         (lambda tree: setattr(tree, "_evictable", 3), "evictable_pages says 3, the tree has 6"),
         (lambda tree: setattr(tree, "_num_nodes", 9), "num_nodes says 9, the tree has 3"),
     ],
@@ -677,9 +922,9 @@ def test_render_decodes_and_stops_at_its_limit():
 
 
 def test_page_ids_are_shown_as_ranges():
-    assert radix._ranges([3, 4, 5, 9]) == "pages 3-5 9"
-    assert radix._ranges([1, 3, 5, 7, 9, 11]) == "pages 1 3 5 7 ... (6)"
-    assert radix._ranges([]) == "no pages"
+    assert radix_node.ranges([3, 4, 5, 9]) == "pages 3-5 9"
+    assert radix_node.ranges([1, 3, 5, 7, 9, 11]) == "pages 1 3 5 7 ... (6)"
+    assert radix_node.ranges([]) == "no pages"
 
 
 def test_out_of_pages_says_oom():
@@ -698,7 +943,7 @@ def test_the_tree_needs_no_jax():
     package = radix.__file__.rsplit("/", 1)[0]
     code = (
         "import sys, types; package = types.ModuleType('jax_paged'); package.__path__ = [sys.argv[1]];"
-        "sys.modules['jax_paged'] = package; import jax_paged.radix;"
+        "sys.modules['jax_paged'] = package; import jax_paged.radix, jax_paged.bench.radix;"
         "sys.exit(sum(name in sys.modules for name in ('jax', 'jaxlib', 'flax', 'rich')))"
     )
     assert subprocess.run([sys.executable, "-c", code, package], check=False).returncode == 0
@@ -720,6 +965,7 @@ class Model:
         self.used: dict[Key, int] = {}
         self.hits: dict[Key, int] = {}
         self.created: dict[Key, int] = {}
+        self.evicted: list[Key] = []  # the first pages among those that were
         self.locks: list[Key] = []
 
     def keys(self, namespace: Hashable, tokens: list[int]) -> list[Key]:
@@ -754,8 +1000,37 @@ class Model:
             loose = [key for key in self.last_pages() if not self.protected(key)]
             if not loose:
                 break
-            freed.append(self.page.pop(min(loose, key=self.order)))
+            key = min(loose, key=self.order)
+            freed.append(self.page.pop(key))
+            self.evicted += [key] * (len(key[1]) == self.page_size)
         return freed
+
+    def use(self, keys: list[Key]) -> None:
+        self.clock += 1
+        for key in keys:
+            self.used[key] = self.clock
+            self.hits[key] += 1
+
+    def reasons(self, namespace: Hashable, tokens: list[int], partial_hits: bool) -> list[str | None]:
+        """What `why_missed` may say: one of these."""
+        if self.prefix(namespace, tokens) or (
+            partial_hits and max(self.partial(namespace, tokens).values(), default=0)
+        ):
+            return [None]
+        size = self.page_size
+        if len(tokens) < (1 if partial_hits else size):
+            return [f"too short: {len(tokens)} tokens looked up, a page holds {size}"]
+        first = (namespace, tuple(tokens[:size]))
+        if first in self.evicted:
+            return [f"evicted (prefixes evicted since: {self.evicted[::-1].index(first)})"]
+        if any(path == first[1] for _, path in self.page):
+            return ["cached under another namespace"]
+        cached = [path for space, path in self.page if space == namespace and len(path) == size]
+        if not cached:
+            return [f"nothing is cached {'in its namespace' if self.page else 'yet'}"]
+        at = max(agreeing(path, tokens) for path in cached)
+        differs = f"differs at position {at}: token {tokens[at]}, the nearest cached sequence has "
+        return [f"{differs}{path[at]}" for path in cached if agreeing(path, tokens) == at]
 
     def partial(self, namespace: Hashable, tokens: list[int]) -> dict[int, int]:
         """Page id -> tokens in common, for each page that could follow the longest match."""
@@ -791,8 +1066,11 @@ class RadixMachine(RuleBasedStateMachine):
 
     @initialize(page_size=st.sampled_from([1, 2, 4, 16]), policy=st.sampled_from(["lru", "lfu", "fifo"]))
     def start(self, page_size, policy):
-        self.tree = RadixTree(page_size, policy)
+        self.tree = RadixTree(page_size, policy, on_event=self.on_event)
         self.model = Model(page_size, policy)
+        self.mirror: dict[Key, int] = {}  # what the tree holds, from its events alone
+        self.reused: list[tuple[Hashable, list[int], list[int]]] = []
+        self.problem: Exception | None = None  # of a listener; the tree keeps what that raises to itself
         self.nodes: list[Node] = []  # one for each entry of model.locks
         self.free: list[int] = []  # page ids to use again, the latest first
         self.next_page = 0
@@ -803,6 +1081,29 @@ class RadixMachine(RuleBasedStateMachine):
         kinds = [[0] * size, [1] * size, [0] * (size - 1) + [2], [0] * half + [3] * (size - half)]
         body, tail, tail_length = sequence
         return [token for kind in body for token in kinds[kind]] + kinds[tail][: tail_length % size]
+
+    def on_event(self, event: CacheEvent) -> None:
+        try:
+            self.tree.check()
+            self.follow(event)
+        except Exception as error:
+            self.problem = self.problem or error
+
+    def follow(self, event: CacheEvent) -> None:
+        keys = self.model.keys(event.namespace, event.tokens.tolist())
+        last = keys[len(keys) - len(event.pages) :]
+        if event.kind == "stored":
+            assert not self.mirror.keys() & set(last)
+            assert self.mirror.keys() >= set(keys) - set(last)
+            self.mirror |= dict(zip(last, event.pages, strict=True))
+        elif event.kind == "evicted":
+            assert [self.mirror.pop(key) for key in last] == event.pages
+        elif event.kind == "reused":
+            assert [self.mirror[key] for key in keys] == event.pages
+            self.reused.append((event.namespace, event.tokens.tolist(), event.pages))
+        else:
+            assert (event.kind, event.pages) == ("reset", sorted(self.mirror.values()))
+            self.mirror.clear()
 
     def take_page(self) -> int:
         if self.free:
@@ -840,26 +1141,39 @@ class RadixMachine(RuleBasedStateMachine):
                 with pytest.raises(ValueError, match="already holds pages"):
                     self.tree.insert(tokens, pages, namespace)
 
-    @rule(namespace=NAMESPACES, sequence=SEQUENCES, lock=st.booleans())
-    def match(self, namespace, sequence, lock):
+    @rule(namespace=NAMESPACES, sequence=SEQUENCES, lock=st.booleans(), touch=st.booleans())
+    def match(self, namespace, sequence, lock, touch):
         tokens, model = self.tokens(sequence), self.model
         prefix, partial = model.prefix(namespace, tokens), model.partial(namespace, tokens)
         assert self.tree.peek(tokens, namespace) == len(prefix) * model.page_size
-        m = self.tree.match(tokens, namespace)
+        for partial_hits in (False, True):
+            reason = self.tree.why_missed(tokens, namespace, partial_hits=partial_hits)
+            assert reason in model.reasons(namespace, tokens, partial_hits)
+        m = self.tree.match(tokens, namespace, touch=touch)
         assert m.pages == [model.page[key] for key in prefix]
         assert m.num_tokens == len(prefix) * model.page_size
         longest = max(partial.values(), default=0)
         assert longest == (m.partial.num_tokens if m.partial else 0)
         if m.partial:
             assert partial[m.partial.page_id] == longest
-        model.clock += 1
-        for key in prefix:
-            model.used[key] = model.clock
-            model.hits[key] += 1
+        if touch:
+            model.use(prefix)
         if lock:
             self.tree.lock(m.node)
             self.nodes.append(m.node)
             model.locks.append(prefix[-1] if prefix else (namespace, ()))
+
+    @precondition(lambda self: self.nodes)
+    @rule(data=st.data())
+    def note_reused(self, data):
+        i = data.draw(st.integers(0, len(self.nodes) - 1))
+        namespace, tokens = self.model.locks[i]
+        prefix = self.model.prefix(namespace, list(tokens))
+        self.tree.note_reused(self.nodes[i])
+        self.model.use(prefix)
+        pages = [self.model.page[key] for key in prefix]
+        assert self.reused == ([(namespace, list(tokens), pages)] if pages else [])
+        self.reused.clear()
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
@@ -884,12 +1198,17 @@ class RadixMachine(RuleBasedStateMachine):
             pages = sorted(self.model.page.values())
             assert self.tree.reset() == pages
             self.model.page.clear()
+            self.model.evicted.clear()
             self.free += pages
 
     @invariant()
     def tree_and_model_agree(self):
         RadixMachine.steps += 1
         self.tree.check()
+        if self.problem:
+            raise self.problem
+        assert self.mirror == self.model.page
+        assert self.reused == []
         assert self.tree.pages() == set(self.model.page.values())
         assert self.tree.num_pages == len(self.model.page)
         assert self.tree.evictable_pages == self.model.evictable()

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from jax_paged.ledger import Commands, PageLedger, Row, StepPlan, StepResult
 from jax_paged.radix import RadixTree
 from jax_paged.request import Request, SamplingParams, Sequence
-from jax_paged.scheduler import SCHEDULES, Commands, PageLedger, Row, Scheduler, StepPlan
+from jax_paged.scheduler import SCHEDULES, Scheduler
 
 VOCAB = 3  # few tokens, so that random prompts share prefixes
 
@@ -64,8 +65,6 @@ class Device:
             for page in piece.retain:
                 assert self.ref_counts[page] > 0, f"page {page} is free and cannot be retained"
                 self.ref_counts[page] += 1
-            for page in piece.release:
-                self._release(page)
             for slot in piece.free_slots:
                 for page in self.tables[slot].values():
                     self._release(page)
@@ -73,9 +72,8 @@ class Device:
             old = [self.tables[slot][i] for slot, i in piece.points if i in self.tables[slot]]
             for (slot, i), page in piece.points.items():
                 assert self.ref_counts[page] > 0, f"page {page} is free and cannot be shared"
-                self.ref_counts[page] += 1
                 self.tables[slot][i] = page
-            for page in old:
+            for page in [*old, *piece.release]:
                 self._release(page)
             for slot, length in piece.lengths.items():
                 self.lengths[slot] = length
@@ -186,7 +184,7 @@ class Rig:
         tree = self.scheduler.tree
         sampled = [row.seq for row in plan.rows if row.start + row.num_tokens == row.seq.num_tokens]
         tokens, taken = self.device.run(plan, tree.pages() if tree else set())
-        changed = self.scheduler.commit(plan, np.array(tokens), None, np.array(taken, np.int32))
+        changed = self.scheduler.commit(plan, StepResult(np.array([tokens]), np.array([taken], np.int32)))
         assert changed == sampled, "a token for each prefill that is complete, none for a chunk before its last"
         self.check()
         return changed
@@ -665,19 +663,21 @@ def test_split_commands_come_in_pieces_that_fit_and_in_their_order():
     assert pieces == [
         {"retain": [1, 2]},
         {"retain": [3]},
-        {"release": [4, 5]},
-        {"release": [6, 7]},
         {"free_slots": {0, 1}},
         {"points": {(2, 0): 8, (2, 1): 9}},
         {"points": {(3, 0): 8}},
+        {"release": [4, 5]},
+        {"release": [6, 7]},
         {"lengths": {2: 7}},
     ]
 
 
 def test_freeing_a_slot_drops_what_was_ordered_for_it():
-    commands = Commands(points={(0, 0): 5, (1, 0): 6}, lengths={0: 4, 1: 4})
+    commands = Commands(lengths={0: 4, 1: 4})
+    commands.point(0, 0, 5)
+    commands.point(1, 0, 6)
     commands.free_slot(0)
-    assert commands == Commands(free_slots={0}, points={(1, 0): 6}, lengths={1: 4})
+    assert commands == Commands(retain=[5, 6], release=[5], free_slots={0}, points={(1, 0): 6}, lengths={1: 4})
 
 
 def test_the_ledger_catches_pages_freed_twice_or_taken_while_in_use():
@@ -696,7 +696,7 @@ def test_the_ledger_catches_pages_freed_twice_or_taken_while_in_use():
 
 
 def test_sizes_and_names_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match=r"schedule='dfs' is not one of lpm, fcfs"):
-        Rig(schedule="dfs")
+    with pytest.raises(ValueError, match=r"schedule='best' is not one of lpm, fcfs, dfs"):
+        Rig(schedule="best")
     with pytest.raises(ValueError, match=r"max_batch_tokens=3 must be at least max_seqs=4"):
         Rig(max_seqs=4, max_batch_tokens=3)

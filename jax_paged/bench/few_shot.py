@@ -30,9 +30,7 @@ def measure(loaded: "LoadedModel") -> dict[str, float]:
         llm = LLM(
             loaded, prefix_cache=prefix_cache, max_seqs=NUM_REQUESTS, max_model_len=1024, num_pages=2048, dtype=dtype
         )
-        llm.generate(
-            prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        )  # compiles what it will need
+        llm.generate(prompts, params)  # compiles all that it will need
         llm.reset_prefix_cache()
         start = time.perf_counter()
         llm.generate(prompts, params)
