@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jax_paged.engine import LLM, StreamEvent
     from jax_paged.errors import InvariantError, ModelError, OutOfPages, RequestError
     from jax_paged.nn import Batch, PagedAttention, make_batch
-    from jax_paged.radix import RadixTree
+    from jax_paged.radix import CacheEvent, RadixTree
     from jax_paged.request import CompletionOutput, RequestOutput, SamplingParams
 
 _HOMES = {
@@ -40,7 +40,7 @@ _HOMES = {
     "engine": ["LLM", "StreamEvent"],
     "errors": ["InvariantError", "ModelError", "OutOfPages", "RequestError"],
     "nn": ["Batch", "PagedAttention", "make_batch"],
-    "radix": ["RadixTree"],
+    "radix": ["CacheEvent", "RadixTree"],
     "request": ["CompletionOutput", "RequestOutput", "SamplingParams"],
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -50,6 +50,7 @@ __all__ = [
     "LLM",
     "Batch",
     "Branch",
+    "CacheEvent",
     "CacheSpec",
     "CompletionOutput",
     "InvariantError",

@@ -25,7 +25,7 @@ from jax_paged.ledger import Commands, StepPlan, StepResult
 from jax_paged.memory import plan_pool
 from jax_paged.models.llama import Llama
 from jax_paged.models.load import LoadedModel, load
-from jax_paged.radix import RadixTree
+from jax_paged.radix import CacheEvent, RadixTree
 from jax_paged.request import CompletionOutput, Request, RequestOutput, SamplingParams, Sequence
 from jax_paged.sampling import MAX_BIASES
 from jax_paged.scheduler import Scheduler
@@ -88,6 +88,10 @@ class LLM:
       wait_for_prefix: let a request wait while a running one computes a prefix that the two share.
       decode_steps_per_call: tokens that each sequence gets in one call, while all decode and nobody waits; None: 8, but
         1 while the caller watches each, in `stream` or by `step`.
+      exact: give each request the same bits whatever else runs, however it is cut into chunks, cached, preempted or laid
+        out in pages: every token goes through one program of `max_seqs` rows, a row each. Long prompts take several
+        times as long.
+      on_cache_event: told of pages stored, evicted and reused, see `CacheEvent`.
       dtype: "bfloat16" or "float32", of weights, computation and cache.
       debug_checks: after every step check all books and fill what must not be read with NaN. Slow.
       seed: for requests that bring none.
@@ -118,6 +122,8 @@ class LLM:
         schedule: str = "lpm",
         wait_for_prefix: bool = True,
         decode_steps_per_call: int | None = None,
+        exact: bool = False,
+        on_cache_event: Callable[[CacheEvent], object] | None = None,
         dtype: str = "bfloat16",
         debug_checks: bool = False,
         seed: int = 0,
@@ -150,7 +156,13 @@ class LLM:
         )
         self._graphdef, self._state = nnx.split(model)
         self._cache = pages.init_cache(self.spec)
-        self._tree = RadixTree(page_size) if prefix_cache else None
+        self._tree = RadixTree(page_size, on_event=on_cache_event) if prefix_cache else None
+        if on_cache_event is not None and not prefix_cache:
+            raise ValueError(
+                "on_cache_event with prefix_cache=False: there would be no events; leave one of the two out"
+            )
+        if exact:
+            max_batch_tokens = min(max_batch_tokens, _power_of_two(max_seqs))
         self._scheduler = Scheduler(
             num_pages=self.spec.num_pages,
             page_size=page_size,
@@ -163,7 +175,9 @@ class LLM:
         )
         _log.info(self.describe_pool())
         self._decode_steps = decode_steps_per_call
-        self._buckets = _buckets(max_batch_tokens, self.spec, decode_steps_per_call or _DECODE_STEPS)
+        self._exact = exact
+        buckets = _buckets(max_batch_tokens, self.spec, decode_steps_per_call or _DECODE_STEPS)
+        self._buckets = [b._replace(exact=True) for b in buckets if b.one_token_rows][-1:] if exact else buckets
         # Enough for the pages of one long sequence and of a full batch; more than that goes in several calls.
         self._capacity = self.spec.max_pages_per_seq + max_batch_tokens + max_seqs
         self._num_compilations = 0
@@ -481,6 +495,8 @@ class LLM:
         if not params.ignore_eos:
             stop |= set(getattr(self.config, "eos_token_ids", ()))
         self._check_token_ids(params, stop)
+        if self._exact and (params.prompt_logprobs is not None or "score_from" in options):
+            raise NotImplementedError("log-probabilities of a prompt's tokens are not supported with exact=True")
         request_id = self._next_id
         self._next_id += 1
         max_tokens = limit if params.max_tokens is None else params.max_tokens
@@ -602,13 +618,15 @@ class LLM:
         While no prefill program has been compiled and little is to be prefilled, decode's does it, some tokens a
         step: that is sooner done than the compilation.
         """
-        if self._has_prefilled or self._scheduler.num_pending() > _MAX_SMALL_PREFILL:
+        if self._exact or self._has_prefilled or self._scheduler.num_pending() > _MAX_SMALL_PREFILL:
             return None
         return min(_power_of_two(len(self._scheduler.running) + 1), self._scheduler.max_batch_tokens)
 
     def _bucket(self, plan: StepPlan) -> Bucket:
         """The cheapest program for a plan. Decode's reads a sequence's pages once for each of its tokens, which
         pays for decode and for short prompts. It tells nothing of the prompt's own tokens."""
+        if self._exact:
+            return self._buckets[0]
         is_scored = any(row.seq.next_score < row.seq.num_prompt for row in plan.rows)
         tokens_read = sum(row.num_tokens * (row.start + row.num_tokens) for row in plan.rows if not row.is_decode)
         return next(

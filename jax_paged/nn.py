@@ -5,7 +5,7 @@ calls `PagedAttention`, which writes the new keys and values into the pool and a
 has there.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from flax import nnx, struct
 
 from jax_paged.cache import PagedCache, slot_mapping
 from jax_paged.kernels import api as kernels
+from jax_paged.kernels import xla
 
 __all__ = ["Batch", "PagedAttention", "attend", "make_batch"]
 
@@ -32,10 +33,17 @@ class Batch(struct.PyTreeNode, kw_only=True):
     num_seqs: jax.Array  # i32[1], rows that are not padding
     last_tokens: jax.Array  # i32[num_sequences], the last token of each sequence, whose logits are wanted
     one_token_rows: bool = struct.field(pytree_node=False, default=False)
+    exact: bool = struct.field(pytree_node=False, default=False)
 
 
 def make_batch(
-    cache: PagedCache, slots: jax.Array, q_lens: jax.Array, num_tokens: int, *, one_token_rows: bool = False
+    cache: PagedCache,
+    slots: jax.Array,
+    q_lens: jax.Array,
+    num_tokens: int,
+    *,
+    one_token_rows: bool = False,
+    exact: bool = False,
 ) -> Batch:
     """Describes a step over the last `q_lens[i]` tokens of each slot `slots[i]`, which have room in the cache already.
 
@@ -45,6 +53,7 @@ def make_batch(
       q_lens: i32[num_sequences], 0 for padding.
       num_tokens: static, at least the sum of `q_lens`; the tokens past it are padding.
       one_token_rows: static; the better way for decode, and for a few tokens of short sequences.
+      exact: static, with `one_token_rows`; attention gives each token the same bits whatever else is in the batch.
 
     Returns:
       The batch, to be passed through the model.
@@ -69,6 +78,7 @@ def make_batch(
         num_seqs=(ends[-1] if one_token_rows else jnp.sum(real, dtype=jnp.int32))[None],
         last_tokens=jnp.maximum(ends - 1, 0),
         one_token_rows=one_token_rows,
+        exact=exact,
     )
 
 
@@ -103,11 +113,15 @@ def attend(
         "sliding_window": sliding_window,
         "soft_cap": soft_cap,
         "sinks": sinks,
-        "implementation": implementation,
     }
+    rows = (batch.kv_lens, batch.page_indices, batch.cu_q_lens, batch.num_seqs)
+    if batch.exact:
+        # Past the choice of an implementation: what no kernel promises.
+        out = xla.ragged_paged_attention(q, pages, *rows, **options, decode_only=True, share=False)
+        return cast(jax.Array, out), pages
+    options["implementation"] = implementation
     if batch.one_token_rows:
         return kernels.paged_attention(q, pages, batch.page_indices, batch.kv_lens, **options), pages
-    rows = (batch.kv_lens, batch.page_indices, batch.cu_q_lens, batch.num_seqs)
     return kernels.ragged_paged_attention(q, pages, *rows, **options), pages
 
 

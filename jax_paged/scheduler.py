@@ -332,6 +332,9 @@ class Scheduler:
             self.commands.release += hit.pages
         else:
             self.ledger.retain(hit.pages)
+            seq.why_not_cached = None if hit.pages else self._why_missed(seq)
+            if self.tree is not None and hit.node is not None:
+                self.tree.note_reused(hit.node)
         seq.pages, seq.num_computed = list(hit.pages), hit.num_tokens
         seq.node, seq.partial_node = hit.node, hit.partial_node
         for i, page in enumerate(seq.pages):
@@ -363,12 +366,21 @@ class Scheduler:
         if self.tree is None:
             return [_NO_HIT]
         tokens = seq.tokens[: min(seq.num_tokens, max(seq.next_score, 1)) - 1]
-        match = self.tree.match(tokens, namespace=seq.request.namespace)
+        # Not a use yet: the sequence may have to wait, and look again.
+        match = self.tree.match(tokens, namespace=seq.request.namespace, touch=False)
         whole = _Hit(match.num_tokens, match.pages, match.node, None)
         if match.partial is None or not self.partial_hits:
             return [whole]
         num_tokens = match.num_tokens + match.partial.num_tokens
         return [_Hit(num_tokens, [*match.pages, match.partial.page_id], match.node, match.partial.node), whole]
+
+    def _why_missed(self, seq: Sequence) -> str:
+        if self.tree is None:
+            return "the prefix cache is off"
+        if seq.next_score < seq.num_prompt:
+            return "the log-probabilities of its first tokens are wanted, for which they must be computed"
+        reason = self.tree.why_missed(seq.tokens[:-1], seq.request.namespace, partial_hits=self.partial_hits)
+        return reason or "a page agreed in part, but there was no page free to copy it to"
 
     def _count_admission(self, seq: Sequence, was_held: bool) -> None:
         if seq.was_set_aside:

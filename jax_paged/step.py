@@ -49,6 +49,7 @@ class Bucket(NamedTuple):
     max_new_pages: int  # in one step
     one_token_rows: bool  # see `nn.Batch`
     max_steps: int  # 1 unless one_token_rows
+    exact: bool = False  # see `nn.make_batch`
 
 
 class PageCommands(struct.PyTreeNode, kw_only=True):
@@ -107,7 +108,8 @@ def _compute(
     """Makes room for tokens and runs the model. Returns the cache, the pages taken, the hidden states, the batch."""
     num_new = jnp.zeros_like(cache.seq_lens).at[slots].add(q_lens, mode="drop")
     cache, taken = pages.extend(cache, num_new, bucket.max_new_pages)
-    batch = make_batch(cache, slots, q_lens, bucket.num_tokens, one_token_rows=bucket.one_token_rows)
+    kind = {"one_token_rows": bucket.one_token_rows, "exact": bucket.exact}
+    batch = make_batch(cache, slots, q_lens, bucket.num_tokens, **kind)
     cache = pages.record_tokens(cache, batch.slot_mapping, tokens)
     hidden, cache = model(tokens, cache, batch)
     return cache, taken, hidden, batch

@@ -76,8 +76,12 @@ def ragged_paged_attention(
     return_lse: bool = False,
     interpret: Any = False,
     decode_only: bool = False,
+    share: bool = True,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """As `api.ragged_paged_attention`; `decode_only` promises that token i is the one query of row i."""
+    """As `api.ragged_paged_attention`; `decode_only` promises that token i is the one query of row i.
+
+    `share` lets rows that begin with the same pages be computed together, which may change the last bits.
+    """
     options = _Options(
         sm_scale, causal, sliding_window, soft_cap, k_scale, v_scale, sinks, _dot_dtype(q.dtype, kv_pages.dtype)
     )
@@ -86,7 +90,7 @@ def ragged_paged_attention(
     kv_lens = jnp.where(is_row, kv_lens, 0)
 
     if decode_only:
-        out, lse = _decode(q, kv_pages, kv_lens, page_indices, options, share=True)
+        out, lse = _decode(q, kv_pages, kv_lens, page_indices, options, share)
         return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)
 
     # Tokens of no row stay as they are here.
@@ -114,12 +118,13 @@ def _decode(
 ) -> tuple[jax.Array, jax.Array]:
     """One query token per row. q [rows, num_q_heads, head_dim]; returns the same in float32, and its LSE.
 
-    `share` says whether the pages with which all rows begin are looked for.
+    `share` says whether the pages with which all rows begin are looked for. If not, a row's result depends to the bit
+    on nothing but the row: not on others, since blocks that only longer ones need change nothing, nor on the page
+    size, since blocks are cut by position.
     """
     num_pages, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
     num_rows, num_q_heads, _ = q.shape
     num_kv_heads = num_kv_heads_twice // 2
-    pages_per_block = _pages_per_block(_DECODE_BLOCK_TOKENS, page_size, page_indices.shape[1])
 
     # Keys and values are gathered a (token, head) at a time, straight into the order that makes one batched product
     # of all rows and KV heads: [rows * num_kv_heads, tokens, head_dim].
@@ -132,20 +137,19 @@ def _decode(
         return jnp.repeat(x, num_kv_heads, axis=0)
 
     first_pos = _window_start(kv_lens - 1, options)
-    first_page = first_pos // page_size
+    first_block = first_pos // _DECODE_BLOCK_TOKENS
     sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (num_rows, 1))
     state = _empty_softmax(q.shape[:2], head_dim, sinks)
     if share and num_rows >= _MIN_ROWS_TO_SHARE and options.sliding_window is None:
-        state, num_shared = _decode_shared(state, q, kv_pages, kv_lens, page_indices, pages_per_block, options)
-        first_page = jnp.where(kv_lens > 0, num_shared * pages_per_block, 0)
-    num_row_pages = jnp.maximum(-(-kv_lens // page_size) - first_page, 0)
+        state, num_shared = _decode_shared(state, q, kv_pages, kv_lens, page_indices, options)
+        first_block = jnp.where(kv_lens > 0, num_shared, 0)
+    num_blocks = jnp.maximum(-(-kv_lens // _DECODE_BLOCK_TOKENS) - first_block, 0)
 
     def step(block: jax.Array, state: _Softmax) -> _Softmax:
-        page = first_page[:, None] + block * pages_per_block + jnp.arange(pages_per_block)
-        pos = (page[..., None] * page_size + jnp.arange(page_size)).reshape(num_rows, -1)
+        pos = (first_block[:, None] + block) * _DECODE_BLOCK_TOKENS + jnp.arange(_DECODE_BLOCK_TOKENS)
         seen = per_head((pos >= first_pos[:, None]) & (pos < kv_lens[:, None]))
-        page_ids = jnp.clip(jnp.take_along_axis(page_indices, page, axis=1, mode="clip"), 0, num_pages - 1)
-        slot = (page_ids[..., None] * page_size + jnp.arange(page_size)).reshape(num_rows, 1, -1)
+        page_ids = jnp.take_along_axis(page_indices, pos // page_size, axis=1, mode="clip")
+        slot = (jnp.clip(page_ids, 0, num_pages - 1) * page_size + pos % page_size)[:, None]
         at = (slot * num_kv_heads_twice + head).reshape(num_rows * num_kv_heads, -1)
         k, v = (vectors.at[i].get(mode="promise_in_bounds").astype(options.dot_dtype) for i in (at, at + 1))
         # Gathered and masked here, not once more inside the products.
@@ -153,7 +157,7 @@ def _decode(
         logits = _dot("bgd,btd->bgt", q, k, options)
         return _online_softmax(state, logits, seen[:, None], "bgt,btd->bgd", v, options)
 
-    state = jax.lax.fori_loop(0, -(-jnp.max(num_row_pages) // pages_per_block), step, state)
+    state = jax.lax.fori_loop(0, jnp.max(num_blocks), step, state)
     out, lse = _normalised(state, options)
     return out.reshape(num_rows, num_q_heads, head_dim), lse.reshape(num_rows, num_q_heads)
 
@@ -164,26 +168,26 @@ def _decode_shared(
     kv_pages: jax.Array,
     kv_lens: jax.Array,
     page_indices: jax.Array,
-    pages_per_block: int,
     options: _Options,
 ) -> tuple[_Softmax, jax.Array]:
-    """The blocks of pages with which all rows begin, read once: rows times group queries of a KV head together.
+    """The blocks of tokens with which all rows begin, read once: rows times group queries of a KV head together.
 
     Args:
       state: of [rows * num_kv_heads, group].
       q: [rows * num_kv_heads, group, head_dim].
-      kv_pages, kv_lens, page_indices, pages_per_block, options: as in `_decode`; rows of length 0 do not count.
+      kv_pages, kv_lens, page_indices, options: as in `_decode`; rows of length 0 do not count.
 
     Returns:
       The state with those blocks in it, and how many there were.
     """
-    _, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
+    num_pages, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
     num_rows, num_kv_heads = kv_lens.shape[0], num_kv_heads_twice // 2
     is_row = kv_lens > 0
     pages = page_indices[jnp.argmax(is_row)]
     is_same = jnp.all((page_indices == pages) | ~is_row[:, None], axis=0)
-    num_full = jnp.min(jnp.where(is_row, kv_lens, jnp.max(kv_lens))) // page_size
-    num_shared = jnp.minimum(jnp.argmin(jnp.append(is_same, False)), num_full) // pages_per_block
+    num_same = jnp.argmin(jnp.append(is_same, False)) * page_size
+    shortest = jnp.min(jnp.where(is_row, kv_lens, jnp.max(kv_lens)))
+    num_shared = jnp.minimum(num_same, shortest) // _DECODE_BLOCK_TOKENS
 
     def by_head(x: jax.Array) -> jax.Array:
         """[rows * num_kv_heads, group, ...] to [num_kv_heads, rows * group, ...]"""
@@ -198,9 +202,11 @@ def _decode_shared(
     queries = by_head(q)
 
     def step(block: jax.Array, state: _Softmax) -> _Softmax:
-        page = jax.lax.dynamic_slice_in_dim(pages, block * pages_per_block, pages_per_block)
-        kv = kv_pages.at[page].get(mode="clip").reshape(-1, num_kv_heads, 2, head_dim).astype(options.dot_dtype)
-        kv = jax.lax.optimization_barrier(kv)
+        pos = block * _DECODE_BLOCK_TOKENS + jnp.arange(_DECODE_BLOCK_TOKENS)
+        page_ids = jnp.clip(jnp.take(pages, pos // page_size, mode="clip"), 0, num_pages - 1)
+        tokens = kv_pages.reshape(-1, num_kv_heads, 2, head_dim)
+        kv = tokens.at[page_ids * page_size + pos % page_size].get(mode="promise_in_bounds")
+        kv = jax.lax.optimization_barrier(kv.astype(options.dot_dtype))
         logits = _dot("kqd,tkd->kqt", queries, kv[:, :, 0], options)
         return _online_softmax(state, logits, jnp.bool_(True), "kqt,tkd->kqd", kv[:, :, 1], options)
 
