@@ -5,6 +5,7 @@ standard error. A mistake of the caller's is one line there and exit code 2.
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import os
@@ -17,11 +18,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax_paged.engine import LLM
     from jax_paged.models.load import LoadedModel
-    from jax_paged.request import RequestOutput, SamplingParams
+    from jax_paged.request import CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = ["main"]
 
 _DEFAULT_MODEL = "smollm2-135m"
+_BENCHES = {
+    "floor": "steps against the least they could take",
+    "few-shot": "requests with a common start, with and without the prefix cache",
+    "branching": "pages that samples and beams share; the host's part of a step",
+    "exact": "what exact mode costs",
+    "radix": "the prefix tree alone",
+}
 # Sequences get at least this many tokens, so that short prompts of all lengths share their compiled programs.
 _MIN_MODEL_LEN = 2048
 
@@ -53,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="continue one or several prompts")
     generate.add_argument("prompt", nargs="*", help="a text, or - for standard input")
     generate.add_argument("--file", type=Path, help="a file with a prompt a line")
-    generate.add_argument("--json", action="store_true", help="an object a prompt, a line each")
+    generate.add_argument("--json", action="store_true", help="an object a sample, a line each")
+    generate.add_argument("-n", type=int, default=1, help="samples a prompt, which share its pages")
     _add_model_options(generate)
     _add_sampling_options(generate, max_tokens=64)
     generate.set_defaults(command=_generate)
@@ -65,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.set_defaults(command=_chat)
 
     bench = commands.add_parser("bench", help="measure, as ratios")
-    bench.add_argument("name", choices=["floor", "few-shot"])
+    bench.add_argument("name", choices=sorted(_BENCHES), help="; ".join(f"{n}: {t}" for n, t in _BENCHES.items()))
     bench.add_argument("--json", action="store_true", help="print JSON instead of a table")
     bench.add_argument("--model", default=_DEFAULT_MODEL)
     bench.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -91,6 +100,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     parser.add_argument("--max-tokens", type=int, default=max_tokens)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens of this total probability")
+    parser.add_argument("--min-p", type=float, default=0.0, help="only tokens this likely, beside the likeliest")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--stop", action="append", default=[], help="a string that ends the text; may be repeated")
     parser.add_argument("--seed", type=int, help="makes the samples repeatable")
 
 
@@ -110,13 +124,15 @@ def _generate(args: argparse.Namespace) -> None:
     if args.json:
         outputs = llm.generate(ids, params)
         for prompt, output in zip(prompts, outputs):
-            print(json.dumps(_as_json(prompt, output), ensure_ascii=False))
-    elif len(ids) == 1:
+            for sample in output.outputs:
+                print(json.dumps(_as_json(prompt, output, sample), ensure_ascii=False))
+    elif len(ids) == 1 and params.n == 1:
         outputs = [_stream(llm, ids[0], params)]
     else:
         outputs = llm.generate(ids, params)
         for prompt, output in zip(prompts, outputs):
-            print(f"{prompt}{output.outputs[0].text}\n")
+            for sample in output.outputs:
+                print(f"{prompt}{sample.text}\n")
     _note(_closing_line(outputs, time.monotonic() - started))
 
 
@@ -142,8 +158,7 @@ def _stream(llm: "LLM", ids: list[int], params: "SamplingParams") -> "RequestOut
     return event.output
 
 
-def _as_json(prompt: str, output: "RequestOutput") -> dict[str, Any]:
-    sample = output.outputs[0]
+def _as_json(prompt: str, output: "RequestOutput", sample: "CompletionOutput") -> dict[str, Any]:
     return {
         "prompt": prompt,
         "text": sample.text,
@@ -156,10 +171,10 @@ def _as_json(prompt: str, output: "RequestOutput") -> dict[str, Any]:
 
 def _closing_line(outputs: Sequence["RequestOutput"], elapsed_s: float) -> str:
     """Such as "64 tokens, 31.0 tok/s, prompt 903 tok/s, 448 of 512 prompt tokens from the cache"."""
-    generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+    generated = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
-    if len(outputs) > 1:
+    if len(outputs) > 1 or len(outputs[0].outputs) > 1:
         speeds = f"{generated / elapsed_s:.1f} tok/s over {len(outputs)} prompts"
     else:
         times = outputs[0].times
@@ -224,11 +239,13 @@ def _render_tree(llm: "LLM") -> str:
 
 
 def _bench(args: argparse.Namespace) -> None:
+    bench = importlib.import_module(f"jax_paged.bench.{args.name.replace('-', '_')}")
+    if args.name == "radix":  # needs no model
+        bench.main(as_json=args.json)
+        return
     loaded = _load(args)
     _configure_jax()
-    from jax_paged.bench import few_shot, floor
-
-    (floor if args.name == "floor" else few_shot).main(loaded, as_json=args.json)
+    bench.main(loaded, as_json=args.json)
 
 
 def _env(args: argparse.Namespace) -> None:
@@ -316,7 +333,17 @@ def _need_tokenizer(loaded: "LoadedModel") -> Any:
 def _sampling_params(args: argparse.Namespace) -> "SamplingParams":
     from jax_paged.request import SamplingParams
 
-    return SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed)
+    return SamplingParams(
+        n=getattr(args, "n", 1),
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        stop=args.stop,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+    )
 
 
 def _note(text: str) -> None:

@@ -32,6 +32,8 @@ from jax_paged.scheduler import Scheduler
 from jax_paged.step import (
     Bucket,
     PageCommands,
+    StepInputs,
+    StepOutputs,
     apply_commands,
     num_programs,
     pack_commands,
@@ -88,9 +90,9 @@ class LLM:
       wait_for_prefix: let a request wait while a running one computes a prefix that the two share.
       decode_steps_per_call: tokens that each sequence gets in one call, while all decode and nobody waits; None: 8, but
         1 while the caller watches each, in `stream` or by `step`.
-      exact: give each request the same bits whatever else runs, however it is cut into chunks, cached, preempted or laid
-        out in pages: every token goes through one program of `max_seqs` rows, a row each. Long prompts take several
-        times as long.
+      exact: give each request the same bits whatever else runs, however it is cut into chunks, cached, preempted or
+        laid out in pages: every token goes through one program of `max_seqs` rows, a row each. Long prompts take
+        several times as long.
       on_cache_event: told of pages stored, evicted and reused, see `CacheEvent`.
       dtype: "bfloat16" or "float32", of weights, computation and cache.
       debug_checks: after every step check all books and fill what must not be read with NaN. Slow.
@@ -588,13 +590,18 @@ class LLM:
         for commands in early:
             self._flush(commands)
         inputs = pack_inputs(plan, self._pack(last), bucket, self.spec.max_seqs)
+        result = unpack(self._run_on_device(inputs, bucket), plan, bucket)
+        assert not result.oom, "a planned step ran out of pages"
+        return result
+
+    def _run_on_device(self, inputs: StepInputs, bucket: Bucket) -> StepOutputs:
+        """The step itself, waited for: a transfer would wait just as long."""
         compiled_before = num_programs()
         self._cache, outputs = run_step(self._graphdef, self._state, self._cache, inputs, bucket)
         self._num_compilations += num_programs() - compiled_before
         self._has_prefilled |= not bucket.one_token_rows
-        result = unpack(outputs, plan, bucket)
-        assert not result.oom, "a planned step ran out of pages"
-        return result
+        outputs.packed.block_until_ready()
+        return outputs
 
     def _flush(self, commands: Commands) -> None:
         for piece in commands.split(self._capacity) if commands else ():
