@@ -35,6 +35,7 @@ from jax_paged.step import (
     StepInputs,
     StepOutputs,
     apply_commands,
+    is_plain,
     num_programs,
     pack_commands,
     pack_inputs,
@@ -254,7 +255,8 @@ class LLM:
             raise RequestError(f"n={len(request.sequences)} samples in one stream; open one each, or use generate")
         return self._stream(request)
 
-    def _stream(self, request: Request) -> Iterator[StreamEvent]:
+    # The argument outlives this module, which an iterator that is still open at exit may find empty.
+    def _stream(self, request: Request, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> Iterator[StreamEvent]:
         # Nothing is queued before the first event is asked for: closing a generator that never ran runs no `finally`.
         outputs = self._streams[request.request_id] = deque()
         self._enqueue(request)
@@ -270,7 +272,7 @@ class LLM:
                 yield StreamEvent(sample.text[num_chars:], sample.token_ids[-1] if is_token else None, output)
                 num_chars, num_tokens = len(sample.text), len(sample.token_ids)
         finally:
-            if not sys.is_finalizing():  # there is nothing left to free, and half of what it would take is gone
+            if not is_finalizing():  # there is nothing left to free, and half of what it would take is gone
                 self.abort(request.request_id)
             del self._streams[request.request_id]
 
@@ -458,10 +460,11 @@ class LLM:
         """Compiles the programs of all buckets, so that nothing compiles later."""
         self.check()
         self._cache = apply_commands(self._cache, self._pack(Commands()))
-        for i, bucket in enumerate(self._buckets):
+        buckets = [bucket._replace(plain=plain) for bucket in self._buckets for plain in (True, False)]
+        for i, bucket in enumerate(buckets):
             self._dispatch(StepPlan([], [], Commands()), bucket)
             if progress is not None:
-                progress(i + 1, len(self._buckets))
+                progress(i + 1, len(buckets))
 
     def close(self) -> None:
         """Ends all requests, closes all branches and forgets the cached prefixes."""
@@ -573,8 +576,9 @@ class LLM:
             request = row.seq.request
             if request.times.first_scheduled_s is None:
                 request.times = replace(request.times, first_scheduled_s=now)
+        bucket = self._bucket(plan)._replace(plain=all(is_plain(row.seq) for row in plan.rows))
         try:
-            result = self._dispatch(plan, self._bucket(plan))
+            result = self._dispatch(plan, bucket)
         except BaseException:  # most likely Ctrl-C, while it waited for the device: nobody knows what the step did
             self._scheduler.start_over()
             self._cache = pages.init_cache(self.spec)

@@ -14,7 +14,16 @@ from jax import lax
 
 from jax_paged.request import SamplingParams
 
-__all__ = ["MAX_BIASES", "MAX_LOGPROBS", "Sampled", "SamplingParams", "SamplingRows", "sample", "token_logprobs"]
+__all__ = [
+    "MAX_BIASES",
+    "MAX_LOGPROBS",
+    "Sampled",
+    "SamplingParams",
+    "SamplingRows",
+    "sample",
+    "sample_plainly",
+    "token_logprobs",
+]
 
 MAX_LOGPROBS = 32  # most alternatives a row can report
 MAX_BIASES = 304  # most entries of a row's logit_bias: 300, as in OpenAI's API, and room for stop tokens
@@ -126,6 +135,25 @@ def sample(logits: jax.Array, rows: SamplingRows, history: History) -> Sampled:
     )
 
 
+def sample_plainly(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """What `sample` gives rows that have only a temperature: its tokens, with a fraction of its code to compile.
+
+    Args:
+      logits: f32[rows, vocab_size].
+      rows: of which temperature, seed, sample_index and position count; the others may be None.
+
+    Returns:
+      i32[rows].
+    """
+
+    def draw() -> jax.Array:
+        sampling = rows.temperature > 0
+        weights = _weights(logits, jnp.where(sampling, rows.temperature, 1.0))
+        return jnp.where(sampling, _inverse_cdf(weights, _uniform(rows)), _argmax(logits))
+
+    return lax.cond(jnp.any(rows.temperature > 0), draw, lambda: _argmax(logits))
+
+
 def token_logprobs(logits: jax.Array, tokens: jax.Array, with_top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The log-probabilities of given tokens, and the likeliest ones.
 
@@ -184,13 +212,17 @@ def _penalise(logits: jax.Array, rows: SamplingRows, tokens: jax.Array, lens: ja
     return logits - rows.frequency_penalty[:, None] * counts - rows.presence_penalty[:, None] * (counts > 0)
 
 
+def _weights(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """exp(logits / temperature), the largest of each row 1."""
+    # It is taken off before the division, which could overflow at temperatures near 0.
+    return jnp.exp((logits - _blocks_max(logits, _LANES)[:, None]) / temperature[:, None])
+
+
 def _kept_weights(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """f32[rows, vocab_size], in proportion to the probabilities; 0 where top_k, top_p or min_p drop the token."""
     sampling = rows.temperature > 0
     temperature = jnp.where(sampling, rows.temperature, 1.0)
-    # The largest is taken off before the division, which could overflow at temperatures near 0.
-    below = logits - _blocks_max(logits, _LANES)[:, None]
-    weights = jnp.exp(below / temperature[:, None])  # of the likeliest token: 1
+    weights = _weights(logits, temperature)
     top_k = jnp.where(sampling & (rows.top_k > 0), rows.top_k, logits.shape[1])
     top_p = jnp.where(sampling, rows.top_p, 1.0)
     min_p = jnp.where(sampling, rows.min_p, 0.0)

@@ -6,6 +6,7 @@ it samples are fed back in, pages are taken as they are needed, and rows that ha
 """
 
 import functools
+from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -18,7 +19,7 @@ from jax_paged.cache import PagedCache
 from jax_paged.ledger import Commands, StepPlan, StepResult, TokenScores
 from jax_paged.nn import Batch, make_batch
 from jax_paged.request import MAX_LOGPROBS, Sequence
-from jax_paged.sampling import MAX_BIASES, Sampled, SamplingRows, sample, token_logprobs
+from jax_paged.sampling import MAX_BIASES, Sampled, SamplingRows, sample, sample_plainly, token_logprobs
 from jax_paged.scheduler import MAX_STOP_IDS
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "StepInputs",
     "StepOutputs",
     "apply_commands",
+    "is_plain",
     "num_programs",
     "pack_commands",
     "pack_inputs",
@@ -50,6 +52,7 @@ class Bucket(NamedTuple):
     one_token_rows: bool  # see `nn.Batch`
     max_steps: int  # 1 unless one_token_rows
     exact: bool = False  # see `nn.make_batch`
+    plain: bool = False  # no row has a sampling option but its temperature: much less to compile
 
 
 class PageCommands(struct.PyTreeNode, kw_only=True):
@@ -83,7 +86,7 @@ class StepOutputs(NamedTuple):
     """What a step tells, as it comes from the device."""
 
     packed: jax.Array  # i32[max_steps * (num_rows + max_new_pages) + 2]: tokens, pages taken, num_free, oom
-    sampled: Sampled  # [max_steps, num_rows, ...]
+    sampled: Sampled | None  # [max_steps, num_rows, ...]; None if plain
     prompt: tuple[jax.Array, jax.Array, jax.Array] | None  # as `token_logprobs`, for `next_tokens`
 
 
@@ -116,58 +119,61 @@ def _compute(
 
 
 def _choose(
-    model: Any, cache: PagedCache, hidden: jax.Array, slots: jax.Array, rows: SamplingRows, step: jax.Array | int
-) -> Sampled:
-    """Samples after the hidden states of each row."""
+    model: Any, cache: PagedCache, hidden: jax.Array, inputs: StepInputs, bucket: Bucket, step: jax.Array | int
+) -> tuple[jax.Array, Sampled | None]:
+    """Samples after the hidden states of each row. Returns the tokens, and all there is if not plain."""
 
     def history() -> tuple[jax.Array, jax.Array]:
-        return pages.token_history(cache, slots), cache.seq_lens.at[slots].get(mode="fill", fill_value=0)
+        lens = cache.seq_lens.at[inputs.slots].get(mode="fill", fill_value=0)
+        return pages.token_history(cache, inputs.slots), lens
 
-    return sample(model.logits(hidden), rows.replace(position=rows.position + step), history)
+    rows = inputs.sampling.replace(position=inputs.sampling.position + step)
+    logits = model.logits(hidden)
+    if bucket.plain:
+        return sample_plainly(logits, rows), None
+    sampled = sample(logits, rows, history)
+    return sampled.tokens, sampled
 
 
 def _run_steps(model: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket) -> tuple[PagedCache, StepOutputs]:
     """Up to `max_steps` steps, as long as some row goes on."""
-    num_rows = bucket.num_rows
-
-    def room(x: Any) -> jax.Array:
-        return jnp.zeros((bucket.max_steps, *x.shape), x.dtype)
 
     def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        i, cache, tokens, q_lens, taken, sampled = state
+        i, cache, tokens, q_lens, taken, chosen, sampled = state
         cache, new_pages, hidden, batch = _compute(model, cache, tokens, inputs.slots, q_lens, bucket)
         last = jnp.where(i == 0, inputs.sample_from, batch.last_tokens)
-        new = _choose(model, cache, hidden[last], inputs.slots, inputs.sampling, i)
-        taken = taken.at[i].set(new_pages)
+        new_tokens, new = _choose(model, cache, hidden[last], inputs, bucket, i)
+        taken, chosen = taken.at[i].set(new_pages), chosen.at[i].set(new_tokens)
         sampled = jax.tree.map(lambda all_steps, one: all_steps.at[i].set(one), sampled, new)
         # The rows that go on, back to back.
-        stops = jnp.any(inputs.stop_ids == new.tokens[:, None], axis=1)
+        stops = jnp.any(inputs.stop_ids == new_tokens[:, None], axis=1)
         q_lens = jnp.where((q_lens > 0) & ~stops & (inputs.num_left > i + 1), 1, 0)
         place = jnp.where(q_lens > 0, jnp.cumsum(q_lens) - 1, bucket.num_tokens)
-        tokens = jnp.zeros_like(tokens).at[place].set(new.tokens, mode="drop")
-        return i + 1, cache, tokens, q_lens, taken, sampled
+        tokens = jnp.zeros_like(tokens).at[place].set(new_tokens, mode="drop")
+        return i + 1, cache, tokens, q_lens, taken, chosen, sampled
 
     def goes_on(state: tuple[Any, ...]) -> jax.Array:
         i, q_lens = state[0], state[3]
         return (i == 0) | ((i < inputs.num_steps) & jnp.any(q_lens > 0))
 
-    row = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
-    top = jax.ShapeDtypeStruct((num_rows, MAX_LOGPROBS), jnp.int32)
-    sampled = Sampled(room(row), room(row).astype(jnp.float32), room(top), room(top).astype(jnp.float32))
+    chosen = jnp.zeros((bucket.max_steps, bucket.num_rows), jnp.int32)
+    top = jnp.zeros((*chosen.shape, MAX_LOGPROBS), jnp.int32)
+    sampled = None if bucket.plain else Sampled(chosen, chosen.astype(jnp.float32), top, top.astype(jnp.float32))
     taken = jnp.full((bucket.max_steps, bucket.max_new_pages), cache.num_pages, jnp.int32)
-    state = (jnp.int32(0), cache, inputs.tokens, inputs.q_lens, taken, sampled)
+    state = (jnp.int32(0), cache, inputs.tokens, inputs.q_lens, taken, chosen, sampled)
     # A loop of one round would only be in the compiler's way.
     state = jax.lax.while_loop(goes_on, step, state) if bucket.max_steps > 1 else step(state)
-    cache, taken, sampled = state[1], state[4], state[5]
-    return cache, StepOutputs(_pack(cache, sampled.tokens, taken), sampled, None)
+    _, cache, _, _, taken, chosen, sampled = state
+    return cache, StepOutputs(_pack(cache, chosen, taken), sampled, None)
 
 
 def _run_mixed(model: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket) -> tuple[PagedCache, StepOutputs]:
     """One step of rows with any number of tokens."""
     cache, taken, hidden, _ = _compute(model, cache, inputs.tokens, inputs.slots, inputs.q_lens, bucket)
-    sampled = _choose(model, cache, hidden[inputs.sample_from], inputs.slots, inputs.sampling, 0)
+    tokens, sampled = _choose(model, cache, hidden[inputs.sample_from], inputs, bucket, 0)
     sampled = jax.tree.map(lambda x: x[None], sampled)
-    return cache, StepOutputs(_pack(cache, sampled.tokens, taken), sampled, _score(model, hidden, inputs))
+    prompt = None if bucket.plain else _score(model, hidden, inputs)
+    return cache, StepOutputs(_pack(cache, tokens, taken), sampled, prompt)
 
 
 def _score(model: Any, hidden: jax.Array, inputs: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -228,7 +234,7 @@ def unpack(outputs: StepOutputs, plan: StepPlan, bucket: Bucket) -> StepResult:
     packed = np.asarray(outputs.packed)
     num_tokens = bucket.max_steps * bucket.num_rows
     sampled = prompt = None
-    if any(row.seq.request.params.logprobs is not None for row in plan.rows):
+    if outputs.sampled is not None and any(row.seq.request.params.logprobs is not None for row in plan.rows):
         _, *scores = (np.asarray(x) for x in outputs.sampled)
         sampled = [TokenScores(*(x[i] for x in scores)) for i in range(plan.num_steps)]
     if outputs.prompt is not None and any(row.seq.next_score < row.seq.num_prompt for row in plan.rows):
@@ -294,7 +300,7 @@ def pack_inputs(plan: StepPlan, commands: PageCommands, bucket: Bucket, max_seqs
         slots=_padded([row.seq.slot for row in rows], num_rows, max_seqs),
         q_lens=_padded([row.num_tokens for row in rows], num_rows, 0),
         sample_from=_padded([ends[row.twin or row.seq] for row in rows], num_rows, 0),
-        sampling=_pack_sampling([row.seq for row in rows], num_rows),
+        sampling=_pack_sampling([row.seq for row in rows], num_rows, bucket.plain),
         stop_ids=_pack_stop_ids([row.seq for row in rows], num_rows),
         num_left=_padded([row.seq.num_left for row in rows], num_rows, 0),
         num_steps=np.int32(plan.num_steps),
@@ -303,28 +309,44 @@ def pack_inputs(plan: StepPlan, commands: PageCommands, bucket: Bucket, max_seqs
     )
 
 
-def _pack_sampling(seqs: list[Sequence], num_rows: int) -> SamplingRows:
+def is_plain(seq: Sequence) -> bool:
+    """Whether a sequence has no sampling option but its temperature, and reports no log-probabilities."""
+    p = seq.request.params
+    return (
+        (p.top_k, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty) == (0, 1, 0, 0, 0, 1)
+        and not p.logit_bias
+        and seq.num_outputs >= p.min_tokens
+        and p.logprobs is None
+        and seq.next_score >= seq.num_prompt
+    )
+
+
+def _pack_sampling(seqs: list[Sequence], num_rows: int, plain: bool) -> SamplingRows:
     params = [seq.request.params for seq in seqs]
 
     def column(values: list[Any], fill: float, dtype: Any) -> np.ndarray:
         return _padded(values, num_rows, fill, dtype)
 
-    biases = [_biases(seq) for seq in seqs]
     columns: dict[str, Any] = {
         # Higher ones than float32's largest change nothing more.
         "temperature": column([min(p.temperature, 3e38) for p in params], 0, np.float32),
-        "top_k": column([min(p.top_k, 2**31 - 1) for p in params], 0, np.int32),
-        "top_p": column([p.top_p for p in params], 1, np.float32),
-        "min_p": column([p.min_p for p in params], 0, np.float32),
         "seed": column([seq.request.seed for seq in seqs], 0, np.uint32),
         "sample_index": column([seq.sample_index for seq in seqs], 0, np.int32),
         "position": column([seq.num_tokens for seq in seqs], 0, np.int32),
+    }
+    if plain:
+        return SamplingRows(**dict.fromkeys(field.name for field in fields(SamplingRows)) | columns)
+    columns |= {
+        "top_k": column([min(p.top_k, 2**31 - 1) for p in params], 0, np.int32),
+        "top_p": column([p.top_p for p in params], 1, np.float32),
+        "min_p": column([p.min_p for p in params], 0, np.float32),
         "presence_penalty": column([p.presence_penalty for p in params], 0, np.float32),
         "frequency_penalty": column([p.frequency_penalty for p in params], 0, np.float32),
         "repetition_penalty": column([p.repetition_penalty for p in params], 1, np.float32),
         "num_prompt": column([seq.num_prompt for seq in seqs], 0, np.int32),
         "num_logprobs": column([-1 if p.logprobs is None else p.logprobs for p in params], -1, np.int32),
     }
+    biases = [_biases(seq) for seq in seqs]
     return SamplingRows(**columns, **(_pack_biases(biases, num_rows) if any(biases) else _no_biases(num_rows)))
 
 

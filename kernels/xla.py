@@ -136,21 +136,30 @@ def _decode(
         """[rows, tokens] to [rows * num_kv_heads, tokens]"""
         return jnp.repeat(x, num_kv_heads, axis=0)
 
+    # Where each token lies. The same for all layers, whose common parts are computed, and compiled, once.
+    slots = jnp.clip(page_indices, 0, num_pages - 1)[:, :, None] * page_size + jnp.arange(page_size)
+    slots = slots.reshape(num_rows, -1)
+    slots = jnp.pad(slots, ((0, 0), (0, -slots.shape[1] % _DECODE_BLOCK_TOKENS)))
+
     first_pos = _window_start(kv_lens - 1, options)
-    first_block = first_pos // _DECODE_BLOCK_TOKENS
+    # With a window each row has its own first block, without one they have it in common.
+    is_windowed = options.sliding_window is not None
+    first_block = first_pos // _DECODE_BLOCK_TOKENS if is_windowed else jnp.int32(0)
     sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (num_rows, 1))
     state = _empty_softmax(q.shape[:2], head_dim, sinks)
-    if share and num_rows >= _MIN_ROWS_TO_SHARE and options.sliding_window is None:
-        state, num_shared = _decode_shared(state, q, kv_pages, kv_lens, page_indices, options)
-        first_block = jnp.where(kv_lens > 0, num_shared, 0)
+    if share and num_rows >= _MIN_ROWS_TO_SHARE and not is_windowed:
+        state, first_block = _decode_shared(state, q, kv_pages, kv_lens, page_indices, options)
     num_blocks = jnp.maximum(-(-kv_lens // _DECODE_BLOCK_TOKENS) - first_block, 0)
 
     def step(block: jax.Array, state: _Softmax) -> _Softmax:
-        pos = (first_block[:, None] + block) * _DECODE_BLOCK_TOKENS + jnp.arange(_DECODE_BLOCK_TOKENS)
+        start = (first_block + block) * _DECODE_BLOCK_TOKENS
+        pos = start[..., None] + jnp.arange(_DECODE_BLOCK_TOKENS)
         seen = per_head((pos >= first_pos[:, None]) & (pos < kv_lens[:, None]))
-        page_ids = jnp.take_along_axis(page_indices, pos // page_size, axis=1, mode="clip")
-        slot = (jnp.clip(page_ids, 0, num_pages - 1) * page_size + pos % page_size)[:, None]
-        at = (slot * num_kv_heads_twice + head).reshape(num_rows * num_kv_heads, -1)
+        if is_windowed:
+            slot = jnp.take_along_axis(slots, pos, axis=1, mode="clip")
+        else:
+            slot = jax.lax.dynamic_slice_in_dim(slots, start, _DECODE_BLOCK_TOKENS, axis=1)
+        at = (slot[:, None] * num_kv_heads_twice + head).reshape(num_rows * num_kv_heads, -1)
         k, v = (vectors.at[i].get(mode="promise_in_bounds").astype(options.dot_dtype) for i in (at, at + 1))
         # Gathered and masked here, not once more inside the products.
         k, v = jax.lax.optimization_barrier((k, jnp.where(seen[..., None], v, 0)))
