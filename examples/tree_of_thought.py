@@ -1,8 +1,7 @@
 """Tree of thought (Yao et al. 2023, arXiv 2305.10601): propose several next thoughts, keep the best, go on from there.
 
-A state is a token list; its proposals are samples with different seeds, scored by their log-probability. Every state
-begins with its parent, so all that is above a thought in the tree comes from the prefix cache. Each level runs twice,
-with the prefix cache and without it (each in a namespace of its own, where requests share nothing).
+A state is a branch: its forks share all its pages, and each copies at most the last one. A proposal is what a fork
+generates, scored by its log-probability. Every proposal also runs from its first token on, as it would without sharing.
 """
 
 import time
@@ -21,43 +20,40 @@ print("loading the model and compiling")
 llm = jp.LLM("smollm2-135m", max_seqs=8, max_batch_tokens=16, num_pages=256)
 
 
-def propose(state: list[int], share: bool) -> tuple[list[jp.RequestOutput], float]:
-    """Continuations of a state, and the seconds they took together."""
-    start = time.perf_counter()
-    for seed in range(NUM_PROPOSALS):
-        params = jp.SamplingParams(temperature=0.8, max_tokens=THOUGHT_TOKENS, seed=seed, ignore_eos=True, logprobs=0)
-        llm.add_request(state, params, namespace="shared" if share else f"alone {len(state)} {seed}")
-    done = []
-    while llm.has_unfinished():
-        done += [output for output in llm.step() if output.finished]
-    return sorted(done, key=lambda output: output.request_id), time.perf_counter() - start
+def params(seed: int) -> jp.SamplingParams:
+    return jp.SamplingParams(temperature=0.8, max_tokens=THOUGHT_TOKENS, seed=seed, ignore_eos=True, logprobs=0)
 
 
-state = llm.tokenizer.encode(PROMPT)
-llm.generate(state * 2, jp.SamplingParams(max_tokens=2), namespace="warm-up")  # compiles
+llm.generate(llm.tokenizer.encode(PROMPT) * 2, params(0), namespace="warm-up")  # compiles
 num_compiled = llm.stats()["compilations"]
 num_prompt = num_cached = 0
 seconds_shared = seconds_alone = 0.0
+state = llm.prefill(PROMPT)
 for level in range(NUM_LEVELS):
-    alone, seconds = propose(state, share=False)
-    seconds_alone += seconds
-    thoughts, seconds = propose(state, share=True)
-    seconds_shared += seconds
+    start = time.perf_counter()
+    forks = [state.fork() for _ in range(NUM_PROPOSALS)]
+    thoughts = [fork.generate(params(seed)) for seed, fork in enumerate(forks)]
+    seconds_shared += time.perf_counter() - start
+
+    start = time.perf_counter()
+    for seed in range(NUM_PROPOSALS):
+        (alone,) = llm.generate(state.token_ids, params(seed), namespace=f"alone {level} {seed}")
+        assert alone.num_cached_tokens == 0
+    seconds_alone += time.perf_counter() - start
 
     best = max(thoughts, key=lambda thought: thought.outputs[0].cumulative_logprob)
     for thought in thoughts:
         sample = thought.outputs[0]
         print(f"{'*' if thought is best else ' '} {'    ' * level}{sample.cumulative_logprob:6.1f} {sample.text!r}")
-    num_prompt += sum(len(thought.prompt_token_ids) for thought in thoughts)
-    num_cached += sum(thought.num_cached_tokens for thought in thoughts)
+        # All but the last token, after which it samples, was there.
+        assert thought.num_cached_tokens == len(state.token_ids) - 1
+        num_prompt += len(thought.prompt_token_ids)
+        num_cached += thought.num_cached_tokens
+    for branch in (state, *(fork for fork, thought in zip(forks, thoughts) if thought is not best)):
+        branch.close()
+    state = forks[thoughts.index(best)]
 
-    # The first proposal finds all whole pages of the level above; the others also find what the first one computed.
-    known = [0 if level == 0 else len(state) - THOUGHT_TOKENS, *[len(state) - 1] * (NUM_PROPOSALS - 1)]
-    assert all(thought.num_cached_tokens >= tokens // 16 * 16 for thought, tokens in zip(thoughts, known))
-    assert all(thought.num_cached_tokens == 0 for thought in alone)
-    state = [*state, *best.outputs[0].token_ids]
-
-print(f"best: {llm.tokenizer.decode(state)[len(PROMPT) :]!r}")
+print(f"best: {state.text[len(PROMPT) :]!r}")
 print(f"{num_cached} of {num_prompt} prompt tokens from the cache")
 print(f"{seconds_shared:.2f} s with the prefix cache, {seconds_alone:.2f} s without")
 assert llm.stats()["compilations"] == num_compiled, "the times have compilation in them"

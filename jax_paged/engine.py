@@ -184,6 +184,7 @@ class LLM:
         # Enough for the pages of one long sequence and of a full batch; more than that goes in several calls.
         self._capacity = self.spec.max_pages_per_seq + max_batch_tokens + max_seqs
         self._num_compilations = 0
+        self._used: set[Bucket] = set()  # whose programs are there
         self._has_prefilled = False  # whether a program for it has been compiled
         self._debug_checks, self._seed, self._clock = debug_checks, seed, clock
         self._requests: dict[int, Request] = {}
@@ -460,7 +461,8 @@ class LLM:
         """Compiles the programs of all buckets, so that nothing compiles later."""
         self.check()
         self._cache = apply_commands(self._cache, self._pack(Commands()))
-        buckets = [bucket._replace(plain=plain) for bucket in self._buckets for plain in (True, False)]
+        variants = (False,) if self._exact else (True, False)
+        buckets = [bucket._replace(plain=plain) for bucket in self._buckets for plain in variants]
         for i, bucket in enumerate(buckets):
             self._dispatch(StepPlan([], [], Commands()), bucket)
             if progress is not None:
@@ -576,9 +578,8 @@ class LLM:
             request = row.seq.request
             if request.times.first_scheduled_s is None:
                 request.times = replace(request.times, first_scheduled_s=now)
-        bucket = self._bucket(plan)._replace(plain=all(is_plain(row.seq) for row in plan.rows))
         try:
-            result = self._dispatch(plan, bucket)
+            result = self._dispatch(plan, self._variant(self._bucket(plan), plan))
         except BaseException:  # most likely Ctrl-C, while it waited for the device: nobody knows what the step did
             self._scheduler.start_over()
             self._cache = pages.init_cache(self.spec)
@@ -600,6 +601,7 @@ class LLM:
 
     def _run_on_device(self, inputs: StepInputs, bucket: Bucket) -> StepOutputs:
         """The step itself, waited for: a transfer would wait just as long."""
+        self._used.add(bucket)
         compiled_before = num_programs()
         self._cache, outputs = run_step(self._graphdef, self._state, self._cache, inputs, bucket)
         self._num_compilations += num_programs() - compiled_before
@@ -647,6 +649,13 @@ class LLM:
             and b.num_rows >= len(plan.rows)
             and not (b.one_token_rows and (tokens_read > _MAX_REREAD or is_scored))
         )
+
+    def _variant(self, bucket: Bucket, plan: StepPlan) -> Bucket:
+        """The bucket's program without sampling options, where no row has any; the other one can do all that it does,
+        and is taken if it is there already. Exact mode has but one program."""
+        is_wanted = not self._exact and all(is_plain(row.seq) for row in plan.rows)
+        plain = bucket._replace(plain=True)
+        return plain if is_wanted and (plain in self._used or bucket not in self._used) else bucket
 
     def _report(self, changed: list[Sequence]) -> list[RequestOutput]:
         now = self._clock()

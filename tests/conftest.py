@@ -1,10 +1,18 @@
 """Shared settings: `--long` runs the property tests at length, and finds new examples each time."""
 
 import os
+from pathlib import Path
 
 # Nearly all of the tests' time is compilation; this halves it. Processes that the tests start are compiled as usual.
 _FLAGS_BEFORE = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{_FLAGS_BEFORE} --xla_backend_optimization_level=0"
+
+# What one of the processes has compiled serves the others, and the next run.
+_CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parent.parent / ".pytest_cache" / "programs"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+}
+os.environ |= _CACHE
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -16,7 +24,16 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, p
 @pytest.fixture
 def plain_env() -> dict[str, str]:
     """The environment for a process that is to run as a user's would."""
-    return {**os.environ, "XLA_FLAGS": _FLAGS_BEFORE}
+    env = {name: value for name, value in os.environ.items() if name not in _CACHE}
+    return {**env, "XLA_FLAGS": _FLAGS_BEFORE}
+
+
+# Each file runs in one process: the longest first, so that no process ends long after the others.
+_LONGEST = ("test_reference", "test_examples", "test_cli", "test_any_program", "test_branching", "test_attention")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

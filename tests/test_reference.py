@@ -49,12 +49,12 @@ def assert_matches(output: jp.RequestOutput, case: dict, most_tokens: int = 32) 
         assert sample.text == case["text"]
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 16, 64, 128])
-def test_a_batch_matches_cold_and_again_from_the_cache(loaded: LoadedModel, page_size: int, request):
-    most = 32 if page_size == 16 or request.config.getoption("--long") else 8
-    llm = make_llm(loaded, page_size)
+def check_batch(loaded: LoadedModel, page_size: int, most: int, **options) -> list[jp.RequestOutput]:
+    """All cases in one batch, cold and again from the cache."""
+    llm = make_llm(loaded, page_size, **options)
     prompts = [case["prompt_ids"] for case in CASES]
-    for output, case in zip(llm.generate(prompts, [params(case, most) for case in CASES]), CASES):
+    cold = llm.generate(prompts, [params(case, most) for case in CASES])
+    for output, case in zip(cold, CASES):
         assert_matches(output, case, most)
     warm = llm.generate(prompts, [params(case, min(most, 8)) for case in CASES])
     for output, case in zip(warm, CASES):
@@ -63,6 +63,25 @@ def test_a_batch_matches_cold_and_again_from_the_cache(loaded: LoadedModel, page
         full = (len(case["prompt_ids"]) + min(most, len(case["token_ids"])) - 1) // page_size * page_size
         assert output.num_cached_tokens >= min(full, len(case["prompt_ids"]) - 1)
     llm.check()
+    return cold
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_batch_matches_cold_and_again_from_the_cache(loaded: LoadedModel, page_size: int, request):
+    check_batch(loaded, page_size, 32 if page_size == 16 or request.config.getoption("--long") else 8)
+
+
+def test_other_page_sizes_match_and_in_exact_mode_give_the_same_bits(loaded: LoadedModel, request):
+    most = 8
+    if request.config.getoption("--long"):
+        most = 32
+        for page_size in (8, 64, 128):
+            check_batch(loaded, page_size, most)
+    runs = [check_batch(loaded, page_size, most, exact=True) for page_size in (8, 64, 128)]
+    for outputs in zip(*runs):
+        samples = [output.outputs[0] for output in outputs]
+        assert samples[0].token_ids == samples[1].token_ids == samples[2].token_ids
+        assert samples[0].logprobs == samples[1].logprobs == samples[2].logprobs
 
 
 def test_one_by_one_matches_without_a_prefix_cache(loaded: LoadedModel, request):
