@@ -29,7 +29,7 @@ class Branch:
     def __init__(self, llm: "LLM", token_ids: Sequence[int], namespace: Hashable = None) -> None:
         self._llm = llm
         self._namespace = namespace
-        self._token_ids = [int(token) for token in token_ids]
+        self._token_ids = list(token_ids)
         self._held: HeldSequence | None = None  # its pages hold the KV of the first tokens
         self._is_closed = False
         self._compute()
@@ -59,13 +59,7 @@ class Branch:
         Nothing is copied before one of the two writes, and then only the page that is not full.
         """
         self._need_open()
-        twin = object.__new__(Branch)
-        twin._llm, twin._namespace, twin._is_closed = self._llm, self._namespace, False
-        twin._token_ids = list(self._token_ids)
-        twin._held = self._request(self._token_ids, max_new_tokens=0, held=True).sequences[0]
-        if self._held is not None:
-            self._llm._scheduler.share(twin._held, self._held)
-        return twin
+        return self._fork(self._token_ids)
 
     def extend(self, tokens: str | Sequence[int] | np.ndarray) -> None:
         """Appends tokens, or text, and computes them.
@@ -74,9 +68,8 @@ class Branch:
           RequestError: they do not fit, or are no tokens of this model. The branch is as it was.
         """
         self._need_open()
-        longer = self._token_ids + self._encode(tokens)
-        self._request(longer, max_new_tokens=0)  # raises if it cannot be
-        self._token_ids = longer
+        longer = self._request(self._token_ids + self._encode(tokens), max_new_tokens=0)  # raises if it cannot be
+        self._token_ids = list(longer.prompt_token_ids)
         self._compute()
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
@@ -129,8 +122,8 @@ class Branch:
 
     def fork_with(self, token: int) -> "Branch":
         """A fork of what the branch was before its last token, with another one in its place."""
-        twin = self.fork()
-        twin._token_ids[-1] = token
+        twin = self._fork(self._token_ids[:-1])
+        twin._token_ids.append(token)
         return twin
 
     def start(self, params: SamplingParams) -> Request:
@@ -147,6 +140,16 @@ class Branch:
             self._token_ids.pop()
 
     # --- Inside ---
+
+    def _fork(self, token_ids: list[int]) -> "Branch":
+        """A branch on what is held for some of the first tokens."""
+        twin = object.__new__(Branch)
+        twin._llm, twin._namespace, twin._is_closed = self._llm, self._namespace, False
+        twin._token_ids = list(token_ids)
+        twin._held = self._request(token_ids, max_new_tokens=0, held=True).sequences[0]
+        if self._held is not None:
+            self._llm._scheduler.share(twin._held, self._held)
+        return twin
 
     def _compute(self) -> None:
         request = self._request(self._token_ids, max_new_tokens=0, held=True)
@@ -171,7 +174,7 @@ class Branch:
     def _encode(self, tokens: str | Sequence[int] | np.ndarray) -> list[int]:
         if isinstance(tokens, str):
             return self._llm._need_tokenizer("text").encode(tokens, add_bos=False)
-        return [int(token) for token in tokens]
+        return list(tokens)
 
     def _need_open(self) -> None:
         if self._is_closed:

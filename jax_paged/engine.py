@@ -89,8 +89,8 @@ class LLM:
       partial_hits: reuse also a page that agrees in part, by copying it.
       schedule: "lpm", "fcfs" or "dfs", see `Scheduler`.
       wait_for_prefix: let a request wait while a running one computes a prefix that the two share.
-      decode_steps_per_call: tokens that each sequence gets in one call, while all decode and nobody waits; None: 8, but
-        1 while the caller watches each, in `stream` or by `step`.
+      decode_steps_per_call: tokens that each sequence gets in one call, while all decode, nobody waits and no stream is
+        open; None: 8, but 1 in `step`, whose caller may watch each.
       exact: give each request the same bits whatever else runs, however it is cut into chunks, cached, preempted or
         laid out in pages: every token goes through one program of `max_seqs` rows, a row each. Long prompts take
         several times as long.
@@ -232,7 +232,7 @@ class LLM:
                 if request.finished:
                     done[request.request_id] = self._end(request)
             while len(done) < len(requests):
-                outputs = self._advance(self._decode_steps or (1 if self._streams else _DECODE_STEPS))
+                outputs = self._advance(1 if self._streams else self._decode_steps or _DECODE_STEPS)
                 self._deliver(output for output in outputs if output.request_id not in own)
                 done |= {
                     output.request_id: output for output in outputs if output.request_id in own and output.finished
@@ -368,7 +368,7 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step. Returns the requests that changed; `finished` says which are done."""
-        self._deliver(self._advance(self._decode_steps or 1))
+        self._deliver(self._advance(1 if self._streams else self._decode_steps or 1))
         outputs, self._undelivered = self._undelivered, {}
         return list(outputs.values())
 

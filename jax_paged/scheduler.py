@@ -173,7 +173,11 @@ class Scheduler:
             del seq.pages[self._num_pages(needed) :]
             self.ledger.release(cut)
             self.commands.release += cut
-        self.held[seq] = None
+        if seq.pages:
+            self.held[seq] = None
+        else:
+            self._unlock(seq.node)
+            seq.node = None
 
     def share(self, seq: Sequence, other: Sequence) -> None:
         """Makes a sequence, before it is added, a second holder of all that one held computed."""
@@ -603,7 +607,8 @@ class Scheduler:
             pages = taken[used : used + growth.num_pages].tolist()
             used += growth.num_pages
             self.ledger.take(pages)
-            row.seq.pages[growth.first :] = pages
+            if pages:
+                row.seq.pages[growth.first :] = pages
         return used
 
     def _book_row(self, row: Row) -> None:

@@ -74,6 +74,7 @@ class StepInputs(struct.PyTreeNode, kw_only=True):
     slots: Array  # i32[num_rows], ascending; max_seqs for padding
     q_lens: Array  # i32[num_rows]
     sample_from: Array  # i32[num_rows], the token after which each row samples
+    sample_slots: Array  # i32[num_rows], the slot which that token belongs to
     sampling: SamplingRows
     stop_ids: Array  # i32[num_rows, MAX_STOP_IDS], tokens that end a row; -1: none
     num_left: Array  # i32[num_rows], tokens it may still sample
@@ -124,8 +125,8 @@ def _choose(
     """Samples after the hidden states of each row. Returns the tokens, and all there is if not plain."""
 
     def history() -> tuple[jax.Array, jax.Array]:
-        lens = cache.seq_lens.at[inputs.slots].get(mode="fill", fill_value=0)
-        return pages.token_history(cache, inputs.slots), lens
+        slots = jnp.where(step == 0, inputs.sample_slots, inputs.slots)
+        return pages.token_history(cache, slots), cache.seq_lens.at[slots].get(mode="fill", fill_value=0)
 
     rows = inputs.sampling.replace(position=inputs.sampling.position + step)
     logits = model.logits(hidden)
@@ -299,7 +300,8 @@ def pack_inputs(plan: StepPlan, commands: PageCommands, bucket: Bucket, max_seqs
         tokens=tokens,
         slots=_padded([row.seq.slot for row in rows], num_rows, max_seqs),
         q_lens=_padded([row.num_tokens for row in rows], num_rows, 0),
-        sample_from=_padded([ends[row.twin or row.seq] for row in rows], num_rows, 0),
+        sample_from=_padded([max(ends[row.twin or row.seq], 0) for row in rows], num_rows, 0),
+        sample_slots=_padded([(row.twin or row.seq).slot for row in rows], num_rows, max_seqs),
         sampling=_pack_sampling([row.seq for row in rows], num_rows, bucket.plain),
         stop_ids=_pack_stop_ids([row.seq for row in rows], num_rows),
         num_left=_padded([row.seq.num_left for row in rows], num_rows, 0),
