@@ -5,10 +5,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 import jax_paged as jp
 from jax_paged.models.config import ModelConfig
 from jax_paged.models.llama import Llama, random_weights
+from jax_paged.tokenizer import Tokenizer
 
 # Two layers: in the first, keys and values depend on the token alone, in the second on all before it.
 CONFIG = ModelConfig(
@@ -29,6 +31,22 @@ CONFIG = ModelConfig(
 
 # Few sizes, since each is compiled anew: the engines of one size share their programs.
 SIZES: dict[str, Any] = {"page_size": 4, "num_pages": 24, "max_seqs": 4, "max_batch_tokens": 16, "max_model_len": 96}
+PAGES_OF_1: dict[str, Any] = {
+    "page_size": 1,
+    "num_pages": 64,
+    "max_seqs": 4,
+    "max_batch_tokens": 8,
+    "max_model_len": 64,
+}
+PAGES_OF_16: dict[str, Any] = {
+    "page_size": 16,
+    "num_pages": 6,
+    "max_seqs": 4,
+    "max_batch_tokens": 8,
+    "max_model_len": 64,
+}
+# Where nobody waits and nothing is evicted.
+ROOMY: dict[str, Any] = {"num_pages": 160, "max_seqs": 8}
 
 
 @cache
@@ -105,3 +123,93 @@ def logits(tokens: Sequence[int]) -> np.ndarray:
         gate = h @ layer["gate"].T
         x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["up"].T)) @ layer["down"].T
     return norm(x, w["norm"]) @ w["lm_head"].T
+
+
+def logprobs(tokens: Sequence[int]) -> np.ndarray:
+    """f64[num_tokens, vocab_size]: the log-probabilities of what follows each of the tokens, by `logits`."""
+    scores = logits(tokens)
+    scores -= scores.max(-1, keepdims=True)
+    return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+
+
+def likeliest(tokens: Sequence[int], num_tokens: int) -> list[int]:
+    """The greedy continuation, by `logits`."""
+    longer = list(tokens)
+    for _ in range(num_tokens):
+        longer.append(int(logits(longer)[-1].argmax()))
+    return longer[len(tokens) :]
+
+
+def beams(
+    tokens: Sequence[int], width: int, max_tokens: int, length_penalty: float = 1.0, ends: Sequence[int] = ()
+) -> list[tuple[list[int], float]]:
+    """Beam search over whole sequences, each computed from its first token: (continuation, score), best first."""
+    going: list[tuple[list[int], float]] = [([], 0.0)]
+    finished: list[tuple[list[int], float]] = []
+    for _ in range(max_tokens):
+        longer = []
+        for beam, score in going:
+            following = logprobs([*tokens, *beam])[-1]
+            longer += [([*beam, token], score + float(following[token])) for token in range(CONFIG.vocab_size)]
+        longer.sort(key=lambda candidate: -candidate[1])
+        going = []
+        for candidate in longer:
+            if len(going) == width:
+                break
+            (finished if candidate[0][-1] in ends else going).append(candidate)
+    both = [(beam, score, score / len(beam) ** length_penalty) for beam, score in finished + going]
+    return [(beam, score) for beam, score, _ in sorted(both, key=lambda each: -each[2])[:width]]
+
+
+def drive(llm: jp.LLM) -> dict[int, list[jp.RequestOutput]]:
+    """Steps until nothing is left to do or tell: the outputs of each request."""
+    outputs: dict[int, list[jp.RequestOutput]] = {}
+    while llm.has_unfinished():
+        for output in llm.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def assert_baseline(llm: jp.LLM) -> None:
+    """That nothing is left once the cached prefixes are forgotten: every page is free."""
+    llm.check()
+    assert llm.reset_prefix_cache()
+    llm.check()
+    stats = llm.stats()
+    assert stats["free_pages"] == stats["num_pages"]
+    assert (stats["tree_pages"], stats["private_pages"]) == (0, 0)
+    assert not llm._requests
+    assert not llm._texts
+
+
+# A token a character, or several, or a byte of some that have no token: as in real byte-level vocabularies.
+_PIECES = [
+    *"abcdefghijklmnopqrstuvwxyz .,",
+    *["ab", "abc", "bc", "cab", "th", "the", "er", "in", "ing", "on", "an", "st", "and", "ou"],
+    " the",
+    " a",
+    " of",
+]
+_BYTES = [bytes([byte]) for byte in sorted({*"é😀ñ".encode()})]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """A byte-level vocabulary of the tiny model's size; the last tokens add nothing to a text."""
+    alphabet = byte_level_alphabet()
+    spelt = [piece.encode() for piece in _PIECES] + _BYTES
+    vocabulary = {"".join(alphabet[byte] for byte in piece): i for i, piece in enumerate(spelt)}
+    num_special = CONFIG.vocab_size - len(vocabulary)
+    merges = [(piece[:-1], piece[-1]) for piece in ("ab", "abc", "bc", "th", "the", "in", "on", "an", "er")]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([f"<{i}>" for i in range(num_special)])
+    return Tokenizer(backend)
+
+
+def byte_level_alphabet() -> dict[int, str]:
+    """The character by which byte-level BPE writes each byte (Radford et al. 2019, section 2.2)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
