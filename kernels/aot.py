@@ -1,0 +1,304 @@
+"""Compiles the TPU kernel for chips that are not here, and counts what its loops cost.
+
+libtpu compiles for any TPU on any x86-64 Linux machine. A TPU core issues one bundle of instructions a cycle, in the
+order the compiler chose, so the number of bundles in a loop's body is the cycles of one turn of it, waiting for
+copies aside. Of each bundle the compiler also says which units it keeps busy.
+
+    python -m jax_paged.kernels.aot --chips v6e tpu7x --shapes llama3-8b --modes decode --pages 16 128
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .api import AttentionCall
+
+# The topology to compile for, and the clock in GHz. Bandwidth and peak come from jax's own table.
+# Clocks: v4, v5e, v5p follow from the bf16 peak and the matrix units (peak / (2 * units * 128**2)). For v6e and tpu7x
+# that gives twice a plausible clock, so each of their units is taken to do two 256-wide passes a cycle.
+CHIPS = {
+    "v4": ("v4:2x2x1", 1.05),
+    "v5e": ("v5e:2x2", 1.5),
+    "v5p": ("v5p:2x2x1", 1.75),
+    "v6e": ("v6e:2x2", 1.75),
+    "tpu7x": ("tpu7x:2x2x1", 2.2),
+}
+
+# num_q_heads, num_kv_heads, head_dim
+SHAPES = {
+    "llama3-8b": (32, 8, 128),
+    "llama3-70b-tp8": (8, 1, 128),
+    "qwen3-0.6b": (16, 8, 128),
+    "qwen3-8b": (32, 8, 128),
+    "gemma3-4b": (8, 4, 256),
+    "smollm2-135m": (9, 3, 64),
+}
+# max_seqs, max_tokens
+MODES = {"decode": (64, 64), "prefill": (1, 2048), "mixed": (64, 512)}
+CONTEXT_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One compilation: a chip, a named shape, a mode and a page size, in bfloat16 unless it says otherwise."""
+
+    chip: str
+    shape: str
+    mode: str
+    page_size: int
+    kv_dtype: str = "bfloat16"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the attention call
+    blocks: dict[str, int] | None = None  # None: those of `tuning.py`
+
+    def call(self) -> AttentionCall:
+        heads, kv_heads, head_dim = SHAPES[self.shape]
+        max_seqs, max_tokens = MODES[self.mode]
+        pages_per_seq = CONTEXT_TOKENS // self.page_size
+        return AttentionCall(
+            max_tokens=max_tokens,
+            num_q_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            q_dtype="bfloat16",
+            kv_dtype=self.kv_dtype,
+            num_pages=max_seqs * pages_per_seq,
+            page_size=self.page_size,
+            max_seqs=max_seqs,
+            pages_per_seq=pages_per_seq,
+            sm_scale=head_dim**-0.5,
+            decode_only=self.mode == "decode",
+            **self.options,
+        )
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """A loop's own bundles, those of loops inside it left out, and the instructions they hold per unit."""
+
+    depth: int
+    bundles: int = 0
+    dmas: int = 0
+    slots: dict[str, int] = dataclasses.field(default_factory=dict)
+    line: int = 0  # of its first bundle, in the compiler's listing
+
+    def busy(self, unit: str, capacity: dict[str, int]) -> float:
+        """The share of a unit's slots that are used."""
+        return self.slots.get(unit, 0) / (self.bundles * capacity[unit])
+
+
+_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LH|LB|LE|PB|PF|CT)?\s*:\s*((?:> ?)*)\{(.*)")
+
+
+def count_loops(bundles: Iterable[str], utilization: Iterable[str]) -> tuple[list[Loop], dict[str, int]]:
+    """Reads the compiler's final listing and its table of used units: the program itself comes first, at depth 0.
+
+    Returns the loops in program order, and the slots per bundle of each unit.
+    """
+    units: list[str] = []
+    capacity: dict[str, int] = {}
+    rows: list[list[int]] = []
+    for line in utilization:
+        if "," in line and not units:
+            units = [name.strip() for name in line.split(",")]
+        elif units and re.fullmatch(r"[\s\d]+", line) and line.strip():
+            numbers = [int(n) for n in line.split()]
+            if not capacity:
+                capacity = dict(zip(units, numbers))
+            else:
+                rows.append(numbers)
+    loops = [Loop(depth=0)]
+    newest = {0: loops[0]}  # by depth
+    loop = loops[0]
+    index = 0
+    for number, line in enumerate(bundles):
+        match = _BUNDLE.match(line)
+        if not match:
+            continue
+        label, depth, text = match.group(1), match.group(2).count(">"), match.group(3)
+        if label == "LB":
+            newest[depth] = Loop(depth=depth, line=number)
+            loops.append(newest[depth])
+        # An empty bundle is printed without its depth.
+        if text.strip(" }") or label == "LB":
+            loop = newest[depth]
+        loop.bundles += 1
+        loop.dmas += text.count(" dma.")
+        if index < len(rows):
+            for unit, used in zip(units, rows[index]):
+                loop.slots[unit] = loop.slots.get(unit, 0) + used
+        index += 1
+    return loops, capacity
+
+
+def inner_loop(found: dict[str, Any]) -> Loop:
+    """Of what `compile_specs` found: the loop that multiplies most."""
+    return max((Loop(**loop) for loop in found["loops"]), key=lambda loop: loop.slots.get("MXU", 0))
+
+
+# --- the compiler, in a process of its own: it reads where to write its listings when it is loaded ---
+
+
+def compile_specs(specs: list[Spec], keep: str | None = None) -> list[dict[str, Any]]:
+    """Compiles each spec and returns a dictionary of findings for each, in order.
+
+    Raises:
+        ModuleNotFoundError: libtpu is not installed; the message names the extra that brings it.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ModuleNotFoundError("compiling for TPU needs libtpu, which pip install 'jax-paged[tpu]' brings")
+    with tempfile.TemporaryDirectory() as scratch:
+        dump = keep or scratch
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_ACCELERATOR_TYPE": "",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            # This process may have loaded libtpu itself, merely by asking jax for its devices.
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
+        }
+        job = json.dumps({"dump": dump, "specs": [dataclasses.asdict(spec) for spec in specs]})
+        done = subprocess.run(
+            [sys.executable, "-m", f"{__package__}.aot", "--worker"],
+            input=job,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"chip"')]
+    if len(lines) != len(specs):
+        raise RuntimeError(f"the compiling process ended with code {done.returncode}: {done.stderr[-2000:]}")
+    return [json.loads(line) for line in lines]
+
+
+def _worker() -> None:
+    job = json.load(sys.stdin)
+    for fields in job["specs"]:
+        print(json.dumps(_compile(Spec(**fields), Path(job["dump"]))), flush=True)
+
+
+def _compile(spec: Spec, dump: Path) -> dict[str, Any]:
+    from .tpu import supports
+
+    found: dict[str, Any] = dataclasses.asdict(spec)
+    call = spec.call()
+    if reason := supports(call):
+        return found | {"status": "refused", "reason": reason}
+    before = set(dump.iterdir())
+    try:
+        memory = _compile_attention(spec.chip, call, spec.blocks)
+    except Exception as error:  # the compiler's refusals have many types
+        return found | {"status": "failed", "reason": " ".join(str(error).split())[:600]}
+    listing = [p for p in sorted(set(dump.iterdir()) - before) if "ragged_paged_attention" in p.name]
+    bundles = next(p for p in listing if p.name.endswith("-final_bundles.txt") and "schedule" not in p.name)
+    units = next(p for p in listing if "final_hlo-static" in p.name)
+    with bundles.open() as text, units.open() as table:
+        loops, capacity = count_loops(text, table)
+    return found | {
+        "status": "compiled",
+        "temp_bytes": memory.temp_size_in_bytes,
+        "capacity": capacity,
+        "loops": [dataclasses.asdict(loop) for loop in loops],
+    }
+
+
+def _compile_attention(chip: str, call: AttentionCall, blocks: dict[str, int] | None) -> Any:
+    import jax
+    from jax.experimental import topologies
+
+    from .tpu import attention
+    from .tuning import Blocks
+
+    device = topologies.get_topology_desc(topology_name=CHIPS[chip][0], platform="tpu").devices[0]
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=abstract)
+
+    def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), sharding=on_device)
+
+    arrays = [
+        array((call.max_tokens, call.num_q_heads, call.head_dim), call.q_dtype),
+        array((call.num_pages, call.page_size, 2 * call.num_kv_heads, call.head_dim), call.kv_dtype),
+        array((call.max_seqs,), "int32"),
+        array((call.max_seqs, call.pages_per_seq), "int32"),
+        array((call.max_seqs + 1,), "int32"),
+        array((1,), "int32"),
+    ]
+    extras = {name: array((), "float32") for name in ("k_scale", "v_scale") if getattr(call, name)}
+    if call.sinks:
+        extras["sinks"] = array((call.num_q_heads,), "float32")
+
+    def attend(arrays: list[Any], extras: dict[str, Any]) -> Any:
+        return attention.ragged_paged_attention(
+            *arrays,
+            **extras,
+            sm_scale=call.sm_scale,
+            causal=call.causal,
+            sliding_window=call.sliding_window,
+            soft_cap=call.soft_cap,
+            return_lse=call.return_lse,
+            decode_only=call.decode_only,
+            blocks=None if blocks is None else Blocks(**blocks),
+        )
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        compiled = jax.jit(attend).trace(arrays, extras).lower(lowering_platforms=("tpu",)).compile()
+    return compiled.memory_analysis()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line: a table, or with --json the findings in full."""
+    parser = argparse.ArgumentParser(description="Compile the TPU kernel for chips that are not here, and count.")
+    parser.add_argument("--chips", nargs="+", default=list(CHIPS), choices=list(CHIPS))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--pages", nargs="+", default=[16, 128], type=int)
+    parser.add_argument("--kv-dtype", default="bfloat16")
+    parser.add_argument("--blocks", type=json.loads, help='as JSON, such as {"kv_tokens": 512, ...}')
+    parser.add_argument("--keep", help="a folder for the compiler's listings")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.worker:
+        _worker()
+        return
+    specs = [
+        Spec(chip=chip, shape=shape, mode=mode, page_size=page, kv_dtype=args.kv_dtype, blocks=args.blocks)
+        for chip in args.chips
+        for shape in args.shapes
+        for mode in args.modes
+        for page in args.pages
+    ]
+    found = compile_specs(specs, args.keep)
+    if args.json:
+        print(json.dumps(found))
+        return
+    for row in found:
+        print(_line(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    name = f"{row['chip']:6} {row['shape']:15} {row['mode']:8} page {row['page_size']:<4}"
+    if row["status"] != "compiled":
+        return f"{name} {row['status']}: {row['reason']}"
+    loops = [Loop(**loop) for loop in row["loops"]]
+    inner = inner_loop(row)
+    busy = " ".join(f"{unit} {100 * inner.busy(unit, row['capacity']):.0f}%" for unit in row["capacity"])
+    tree = " ".join(f"{'>' * loop.depth}{loop.bundles}" for loop in loops)
+    return f"{name} inner loop {inner.bundles} bundles ({busy}); loops: {tree}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The TPU kernel: in interpret mode, watched for races, against the reference; and through the real compiler."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import BY_NAME, CASES, Case, assert_matches_reference, make_batch, quick_attention, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+
+from jax_paged import kernels
+from jax_paged.kernels import aot
+from jax_paged.kernels.tpu import attention
+from jax_paged.kernels.tpu.write import write_tokens
+
+# One case for each thing the kernel does differently; the other named cases run with --long. Cases that differ in
+# lengths alone share a compilation, which is most of the time.
+QUICK = (
+    ("mixed", "float32"),
+    ("decode_lengths_around_a_page", "float32"),
+    ("decode_many_pages", "float32"),
+    ("prefill_lengths_around_a_page", "float32"),
+    ("chunked", "float32"),
+    ("empty_rows", "float32"),
+    ("fewer_keys_than_queries", "float32"),
+    ("nothing_but_padding", "float32"),
+    ("no_padding", "float32"),
+    ("shared_prefix", "float32"),
+    ("everything", "bfloat16"),
+    ("group_3_dim_64", "bfloat16"),
+    ("int8_kv", "bfloat16"),
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter() -> Iterator[None]:
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def interpreter() -> Any:
+    # A race raises. Memory starts as NaN, and copies happen as late as their waits allow.
+    return pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
+
+
+def check(case: Case, dtype: str, seed: int = 0) -> None:
+    batch = make_batch(case, seed, jnp.dtype(dtype))
+    out, lse = quick_attention()(
+        *batch.arrays, **batch.options, return_lse=True, implementation="pallas_tpu", interpret=interpreter()
+    )
+    want_out, want_lse = reference(batch)
+    assert_matches_reference(out, want_out, dtype)
+    assert_matches_reference(lse, want_lse, dtype)
+
+
+@pytest.mark.parametrize(("name", "dtype"), QUICK)
+def test_named_case_matches_the_reference_without_races(name: str, dtype: str) -> None:
+    check(BY_NAME[name], dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_named_case_matches_the_reference_without_races(
+    case: Case, dtype: str, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--long"):
+        pytest.skip("runs with --long")
+    check(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_decode_matches_the_reference_without_races(dtype: str) -> None:
+    case = BY_NAME["sinks"]
+    case = replace(case, kv_lens=(20, 0, 17, 100, 16), q_lens=(1,) * 5, max_seqs=5, max_tokens=5)
+    batch = make_batch(case, 1, jnp.dtype(dtype))
+    out, lse = kernels.paged_attention(
+        batch.q, batch.kv_pages, batch.page_indices, batch.kv_lens, **batch.options, return_lse=True,
+        implementation="pallas_tpu", interpret=interpreter(),
+    )  # fmt: skip
+    want_out, want_lse = reference(batch)
+    assert_matches_reference(out, want_out, dtype)
+    assert_matches_reference(lse, want_lse, dtype)
+
+
+PAGE = 16
+lengths = st.one_of(st.sampled_from([0, 1, PAGE - 1, PAGE, PAGE + 1, 6 * PAGE, 6 * PAGE + 1]), st.integers(0, 7 * PAGE))
+
+
+@st.composite
+def ragged_rows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    kv_lens, q_lens, room = [], [], 24
+    for _ in range(draw(st.integers(0, 5))):
+        kv_lens.append(draw(lengths))
+        q_lens.append(min(room, draw(st.one_of(st.sampled_from([0, 1, 1, 2]), st.integers(0, 20)))))
+        room -= q_lens[-1]
+    return tuple(kv_lens), tuple(q_lens)
+
+
+RANDOM = Case(name="random", kv_lens=(), q_lens=(), max_seqs=5, max_tokens=24, max_kv_len=112, pool_tokens=560)
+
+
+# max_examples is of each profile: see conftest.
+@settings(max_examples=max(40, settings.default.max_examples * 2 // 5 if settings.default.max_examples > 100 else 40))
+@given(rows=ragged_rows(), seed=st.integers(0, 3))
+def test_random_ragged_batches_match_the_reference_without_races(
+    rows: tuple[tuple[int, ...], tuple[int, ...]], seed: int
+) -> None:
+    check(replace(RANDOM, kv_lens=rows[0], q_lens=rows[1]), "float32", seed)
+
+
+def test_a_missing_wait_for_pages_is_seen_by_the_race_detector(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = attention._wait_tokens
+
+    def forgetful(refs: dict[str, Any], name: str, *args: Any) -> None:
+        if name != "kv_buf":
+            wait(refs, name, *args)
+
+    monkeypatch.setattr(attention, "_wait_tokens", forgetful)
+    case = replace(RANDOM, kv_lens=(40, 100, 20, 60), q_lens=(1, 3, 1, 18), max_seqs=4, max_tokens=23)
+    batch = make_batch(case, 0, jnp.float32)
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+    run = jax.jit(lambda *arrays: attention.ragged_paged_attention(*arrays, sm_scale=0.1, interpret=params))
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        jax.block_until_ready(run(*batch.arrays))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_dtype": "float16"}, "q_dtype='float16'"),
+        ({"kv_dtype": "int8", "num_kv_heads": 3, "num_q_heads": 9}, "num_kv_heads=3 with kv_dtype='int8'"),
+        ({"head_dim": 192}, "head_dim=192"),
+        ({"max_seqs": 1024, "pages_per_seq": 1024}, "page_indices of 1024 x 1024"),
+    ],
+)
+def test_what_the_kernel_cannot_do_it_refuses_by_name(change: dict[str, Any], message: str) -> None:
+    call = aot.Spec(chip="v6e", shape="llama3-8b", mode="mixed", page_size=16).call()
+    assert attention.supports(call) is None
+    reason = attention.supports(replace(call, **change))
+    assert reason is not None
+    assert message in reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writing_tokens_equals_the_scatter_and_leaves_the_rest_alone(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    pool = jnp.asarray(rng.standard_normal((4, 8, 4, 16)), dtype)
+    k, v = (jnp.asarray(rng.standard_normal((6, 2, 16)), dtype) for _ in range(2))
+    slots = jnp.array([31, 0, 9, -1, 32, 10])  # two of them outside the pool
+    kv = jnp.stack([k, v], axis=2).reshape(6, 4, 16)
+    got = write_tokens(pool, kv, slots, interpret=interpreter())
+    np.testing.assert_array_equal(np.asarray(got, np.float32), kernels.write_kv(pool, k, v, slots).astype(jnp.float32))
+
+
+# --- the real compiler ---
+
+COUNTS = Path(__file__).parent / "data" / "tpu_bundles.json"
+
+
+def test_the_kernel_compiles_and_its_inner_loops_stay_as_short_as_they_were(request: pytest.FixtureRequest) -> None:
+    pytest.importorskip("libtpu")
+    committed = json.loads(COUNTS.read_text())
+    keys = [key for key in committed if committed[key]["quick"] or request.config.getoption("--long")]
+    specs = [aot.Spec(**committed[key]["spec"]) for key in keys]
+    for key, found in zip(keys, aot.compile_specs(specs)):
+        assert found["status"] == "compiled", f"{key}: {found['reason']}"
+        inner = aot.inner_loop(found).bundles
+        assert inner == pytest.approx(committed[key]["inner_bundles"], rel=0.1), key
