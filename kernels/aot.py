@@ -220,7 +220,7 @@ def _compile_attention(chip: str, call: AttentionCall, blocks: dict[str, int] | 
     from .tpu import attention
     from .tuning import Blocks
 
-    device = topologies.get_topology_desc(topology_name=CHIPS[chip][0], platform="tpu").devices[0]
+    device: Any = topologies.get_topology_desc(topology_name=CHIPS[chip][0], platform="tpu").devices[0]
     on_device = jax.sharding.SingleDeviceSharding(device)
     abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=abstract)

@@ -19,6 +19,7 @@ from jax_paged import kernels
 from jax_paged.kernels import aot
 from jax_paged.kernels.tpu import attention
 from jax_paged.kernels.tpu.write import write_tokens
+from jax_paged.kernels.tuning import Blocks
 
 # One case for each thing the kernel does differently; the other named cases run with --long. Cases that differ in
 # lengths alone share a compilation, which is most of the time.
@@ -45,9 +46,12 @@ def fresh_interpreter() -> Iterator[None]:
     pltpu.reset_tpu_interpret_mode_state()
 
 
-def interpreter() -> Any:
-    # A race raises. Memory starts as NaN, and copies happen as late as their waits allow.
-    return pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan")
+def interpreter(mode: Any = "on_wait") -> Any:
+    # A race raises. Memory starts as NaN, and copies happen as late as their waits allow. Each copy needs an entry of
+    # its own in the vector clocks: where copies share one, a wait for the later hides that none was for the earlier.
+    return pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode=mode, uninitialized_memory="nan", vector_clock_size=512
+    )
 
 
 def check(case: Case, dtype: str, seed: int = 0) -> None:
@@ -115,20 +119,32 @@ def test_random_ragged_batches_match_the_reference_without_races(
     check(replace(RANDOM, kv_lens=rows[0], q_lens=rows[1]), "float32", seed)
 
 
-def test_a_missing_wait_for_pages_is_seen_by_the_race_detector(monkeypatch: pytest.MonkeyPatch) -> None:
+def decode_batch() -> Any:
+    case = replace(RANDOM, kv_lens=(40, 100, 20, 60, 5, 17), q_lens=(1,) * 6, max_seqs=6, max_tokens=6)
+    return make_batch(case, 0, jnp.float32)
+
+
+def run_decode(batch: Any, mode: str) -> Any:
+    blocks = Blocks(kv_tokens=32, compute_tokens=128, softmax_tokens=128, q_tokens=1)
+    run = jax.jit(
+        lambda *arrays: attention.ragged_paged_attention(
+            *arrays, **batch.options, decode_only=True, blocks=blocks, interpret=interpreter(mode)
+        )
+    )
+    return jax.block_until_ready(run(*batch.arrays))
+
+
+@pytest.mark.parametrize("buffer", ["kv_buf", "q_buf", "out_buf"])
+def test_a_missing_wait_for_a_copy_is_seen_by_the_race_detector(buffer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = attention._wait_tokens
 
     def forgetful(refs: dict[str, Any], name: str, *args: Any) -> None:
-        if name != "kv_buf":
+        if name != buffer:
             wait(refs, name, *args)
 
     monkeypatch.setattr(attention, "_wait_tokens", forgetful)
-    case = replace(RANDOM, kv_lens=(40, 100, 20, 60), q_lens=(1, 3, 1, 18), max_seqs=4, max_tokens=23)
-    batch = make_batch(case, 0, jnp.float32)
-    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
-    run = jax.jit(lambda *arrays: attention.ragged_paged_attention(*arrays, sm_scale=0.1, interpret=params))
     with pytest.raises(Exception, match="RACE DETECTED"):
-        jax.block_until_ready(run(*batch.arrays))
+        run_decode(decode_batch(), "eager")
 
 
 @pytest.mark.parametrize(

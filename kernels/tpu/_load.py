@@ -4,6 +4,7 @@ Heads lie on sublanes and narrow types pack `packing = 4 // itemsize` neighbouri
 strided load of words therefore brings one word row of many tokens at once, and shifts take it apart.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -113,7 +114,8 @@ def unpack(words: jax.Array, index: int, dtype: Any, *, interpret: bool) -> jax.
     bits = 32 // pack
     shifted = [part >> jnp.uint32(index * bits) if index else part for part in parts]
     if interpret:  # the interpreter has no pack_elementwise
-        joined = sum((s & jnp.uint32((1 << bits) - 1)) << jnp.uint32(i * bits) for i, s in enumerate(shifted))
+        lanes = [(s & jnp.uint32((1 << bits) - 1)) << jnp.uint32(i * bits) for i, s in enumerate(shifted)]
+        joined = functools.reduce(jnp.bitwise_or, lanes)
     else:
         joined = pltpu.pack_elementwise([s.astype(jnp.int32) for s in shifted], packed_dtype=_int(dtype))
     return pltpu.bitcast(joined, dtype)

@@ -245,6 +245,9 @@ def _padded_rows(rows: int, dtype: Any) -> int:
 
 # --- the walk ---
 
+# Row, tile within the row, tiles visited, blocks of KV visited: the last two say which of two buffers is whose.
+_Walk = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
 
 def _kernel(plan: _Plan, refs: dict[str, Any]) -> None:
     num_rows = refs["num_seqs"][0]
@@ -262,7 +265,7 @@ def _kernel(plan: _Plan, refs: dict[str, Any]) -> None:
         _start_q(plan, refs, first, 0)
         _start_kv(plan, refs, first, 0, 0)
 
-    def visit(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def visit(state: _Walk) -> _Walk:
         row, tile, count, step = state
         item = _describe(plan, refs, row, tile)
         is_last_tile = tile + 1 >= item["num_tiles"]
@@ -427,7 +430,7 @@ def _attend(
         pages = _block_pages(plan, item, block)
 
         @pl.when(pages > 0)
-        def _() -> None:
+        def wait() -> None:
             _wait_tokens(refs, "kv_buf", 2 * call.num_kv_heads, kv_slot, pages * call.page_size, refs["kv_sem"])
 
         block_pos = (item["first_page"] + block * plan.pages_per_block) * call.page_size
@@ -454,7 +457,7 @@ def _attend(
     tile.end(slot)
 
 
-def _clear(kv_buf: Any, slot: Any, begin: jax.Array, end: jax.Array) -> None:
+def _clear(kv_buf: Any, slot: Any, begin: Any, end: Any) -> None:
     """Zeroes tokens `begin .. end`, which may hold NaN: the weight of an unseen value is 0, and 0 * NaN is NaN."""
     tiles, _, _, rows, lanes = kv_buf.shape
 
