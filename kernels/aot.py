@@ -2,12 +2,10 @@
 
 libtpu compiles for any TPU on any x86-64 Linux machine. A TPU core issues one bundle of instructions a cycle, in the
 order the compiler chose, so the number of bundles in a loop's body is the cycles of one turn of it, waiting for
-copies aside. Of each bundle the compiler also says which units it keeps busy.
-
-    python -m jax_paged.kernels.aot --chips v6e tpu7x --shapes llama3-8b --modes decode --pages 16 128
+copies aside. Of each bundle the compiler also says which units it keeps busy. What follows from the counts is in
+`bounds.py`, and `jax-paged kernels` prints both.
 """
 
-import argparse
 import dataclasses
 import importlib.util
 import json
@@ -16,22 +14,20 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .api import AttentionCall
 
-# The topology to compile for, and the clock in GHz. Bandwidth and peak come from jax's own table.
-# Clocks: v4, v5e, v5p follow from the bf16 peak and the matrix units (peak / (2 * units * 128**2)). For v6e and tpu7x
-# that gives twice a plausible clock, so each of their units is taken to do two 256-wide passes a cycle.
+# The topology to compile for.
 CHIPS = {
-    "v4": ("v4:2x2x1", 1.05),
-    "v5e": ("v5e:2x2", 1.5),
-    "v5p": ("v5p:2x2x1", 1.75),
-    "v6e": ("v6e:2x2", 1.75),
-    "tpu7x": ("tpu7x:2x2x1", 2.2),
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
 }
 
 # num_q_heads, num_kv_heads, head_dim
@@ -140,6 +136,19 @@ def count_loops(bundles: Iterable[str], utilization: Iterable[str]) -> tuple[lis
     return loops, capacity
 
 
+_ALLOCATION = re.compile(r"\s*#allocation\d+\S* \[.*space=(\w+), size = (0x[0-9a-f]+), offset = (0x[0-9a-f]+)")
+
+
+def used_bytes(listing: Iterable[str]) -> dict[str, int]:
+    """How far the program's allocations reach in each on-chip memory, registers spilled to it included."""
+    reach: dict[str, int] = {}
+    for line in listing:
+        if match := _ALLOCATION.match(line):
+            space, size, offset = match.groups()
+            reach[space] = max(reach.get(space, 0), int(size, 16) + int(offset, 16))
+    return reach
+
+
 def inner_loop(found: dict[str, Any]) -> Loop:
     """Of what `compile_specs` found: the loop that multiplies most."""
     return max((Loop(**loop) for loop in found["loops"]), key=lambda loop: loop.slots.get("MXU", 0))
@@ -148,8 +157,18 @@ def inner_loop(found: dict[str, Any]) -> Loop:
 # --- the compiler, in a process of its own: it reads where to write its listings when it is loaded ---
 
 
-def compile_specs(specs: list[Spec], keep: str | None = None) -> list[dict[str, Any]]:
+def compile_specs(specs: Sequence[Spec], *, count: bool = True, keep: str | None = None) -> list[dict[str, Any]]:
     """Compiles each spec and returns a dictionary of findings for each, in order.
+
+    Args:
+        specs: what to compile.
+        count: read the compiler's listings, too; without, it writes none and is done in half the time.
+        keep: a folder for the listings, which are deleted otherwise.
+
+    Returns:
+        For each spec its fields, and `status`: "compiled"; "refused", by `supports`; or "failed", by the compiler; the
+        last two with a `reason`. If compiled and counted: `loops` and `capacity` as `count_loops` returns them, the
+        `blocks` used, and `vmem_bytes` and `smem_bytes`, how far it reaches in both memories.
 
     Raises:
         ModuleNotFoundError: libtpu is not installed; the message names the extra that brings it.
@@ -165,11 +184,12 @@ def compile_specs(specs: list[Spec], keep: str | None = None) -> list[dict[str, 
             "TPU_WORKER_HOSTNAMES": "localhost",
             # This process may have loaded libtpu itself, merely by asking jax for its devices.
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
         }
-        job = json.dumps({"dump": dump, "specs": [dataclasses.asdict(spec) for spec in specs]})
+        if count:
+            environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
+        job = json.dumps({"dump": dump if count else None, "specs": [dataclasses.asdict(spec) for spec in specs]})
         done = subprocess.run(
-            [sys.executable, "-m", f"{__package__}.aot", "--worker"],
+            [sys.executable, "-m", f"{__package__}.aot"],
             input=job,
             env=environment,
             capture_output=True,
@@ -185,42 +205,50 @@ def compile_specs(specs: list[Spec], keep: str | None = None) -> list[dict[str, 
 def _worker() -> None:
     job = json.load(sys.stdin)
     for fields in job["specs"]:
-        print(json.dumps(_compile(Spec(**fields), Path(job["dump"]))), flush=True)
+        dump = None if job["dump"] is None else Path(job["dump"])
+        print(json.dumps(_compile(Spec(**fields), dump)), flush=True)
 
 
-def _compile(spec: Spec, dump: Path) -> dict[str, Any]:
+def _compile(spec: Spec, dump: Path | None) -> dict[str, Any]:
     from .tpu import supports
+    from .tuning import Blocks, choose_blocks
 
     found: dict[str, Any] = dataclasses.asdict(spec)
     call = spec.call()
     if reason := supports(call):
         return found | {"status": "refused", "reason": reason}
-    before = set(dump.iterdir())
+    blocks = choose_blocks(call, spec.chip) if spec.blocks is None else Blocks(**spec.blocks)
+    before = set() if dump is None else set(dump.iterdir())
     try:
-        memory = _compile_attention(spec.chip, call, spec.blocks)
+        _compile_attention(spec.chip, call, blocks)
     except Exception as error:  # the compiler's refusals have many types
         return found | {"status": "failed", "reason": " ".join(str(error).split())[:600]}
-    listing = [p for p in sorted(set(dump.iterdir()) - before) if "ragged_paged_attention" in p.name]
-    bundles = next(p for p in listing if p.name.endswith("-final_bundles.txt") and "schedule" not in p.name)
-    units = next(p for p in listing if "final_hlo-static" in p.name)
-    with bundles.open() as text, units.open() as table:
-        loops, capacity = count_loops(text, table)
+    found |= {"status": "compiled", "blocks": dataclasses.asdict(blocks)}
+    if dump is None:
+        return found
+    listings = {p.name.split("-", 3)[-1]: p for p in set(dump.iterdir()) - before if "ragged_paged_attention" in p.name}
+    with (
+        listings["final_bundles.txt"].open() as bundles,
+        listings["final_hlo-static-per-bundle-utilization.txt"].open() as utilization,
+    ):
+        loops, capacity = count_loops(bundles, utilization)
+    with listings["post-delay-converter.txt"].open() as text:
+        memory = used_bytes(text)
     return found | {
-        "status": "compiled",
-        "temp_bytes": memory.temp_size_in_bytes,
+        "vmem_bytes": memory.get("vmem", 0),
+        "smem_bytes": memory.get("smem", 0),
         "capacity": capacity,
         "loops": [dataclasses.asdict(loop) for loop in loops],
     }
 
 
-def _compile_attention(chip: str, call: AttentionCall, blocks: dict[str, int] | None) -> Any:
+def _compile_attention(chip: str, call: AttentionCall, blocks: Any) -> None:
     import jax
     from jax.experimental import topologies
 
     from .tpu import attention
-    from .tuning import Blocks
 
-    device: Any = topologies.get_topology_desc(topology_name=CHIPS[chip][0], platform="tpu").devices[0]
+    device: Any = topologies.get_topology_desc(topology_name=CHIPS[chip], platform="tpu").devices[0]
     on_device = jax.sharding.SingleDeviceSharding(device)
     abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=abstract)
@@ -250,55 +278,12 @@ def _compile_attention(chip: str, call: AttentionCall, blocks: dict[str, int] | 
             soft_cap=call.soft_cap,
             return_lse=call.return_lse,
             decode_only=call.decode_only,
-            blocks=None if blocks is None else Blocks(**blocks),
+            blocks=blocks,
         )
 
     with jax.sharding.use_abstract_mesh(mesh):
-        compiled = jax.jit(attend).trace(arrays, extras).lower(lowering_platforms=("tpu",)).compile()
-    return compiled.memory_analysis()
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """The command line: a table, or with --json the findings in full."""
-    parser = argparse.ArgumentParser(description="Compile the TPU kernel for chips that are not here, and count.")
-    parser.add_argument("--chips", nargs="+", default=list(CHIPS), choices=list(CHIPS))
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--pages", nargs="+", default=[16, 128], type=int)
-    parser.add_argument("--kv-dtype", default="bfloat16")
-    parser.add_argument("--blocks", type=json.loads, help='as JSON, such as {"kv_tokens": 512, ...}')
-    parser.add_argument("--keep", help="a folder for the compiler's listings")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
-    if args.worker:
-        _worker()
-        return
-    specs = [
-        Spec(chip=chip, shape=shape, mode=mode, page_size=page, kv_dtype=args.kv_dtype, blocks=args.blocks)
-        for chip in args.chips
-        for shape in args.shapes
-        for mode in args.modes
-        for page in args.pages
-    ]
-    found = compile_specs(specs, args.keep)
-    if args.json:
-        print(json.dumps(found))
-        return
-    for row in found:
-        print(_line(row))
-
-
-def _line(row: dict[str, Any]) -> str:
-    name = f"{row['chip']:6} {row['shape']:15} {row['mode']:8} page {row['page_size']:<4}"
-    if row["status"] != "compiled":
-        return f"{name} {row['status']}: {row['reason']}"
-    loops = [Loop(**loop) for loop in row["loops"]]
-    inner = inner_loop(row)
-    busy = " ".join(f"{unit} {100 * inner.busy(unit, row['capacity']):.0f}%" for unit in row["capacity"])
-    tree = " ".join(f"{'>' * loop.depth}{loop.bundles}" for loop in loops)
-    return f"{name} inner loop {inner.bundles} bundles ({busy}); loops: {tree}"
+        jax.jit(attend).trace(arrays, extras).lower(lowering_platforms=("tpu",)).compile()
 
 
 if __name__ == "__main__":
-    main()
+    _worker()

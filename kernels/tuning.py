@@ -17,7 +17,7 @@ class Blocks:
     vmem_bytes: int = 64 * 2**20
 
 
-def choose_blocks(call: AttentionCall) -> Blocks:
+def choose_blocks(call: AttentionCall, chip: str | None = None) -> Blocks:
     """Block sizes for a call, by rule.
 
     About 4 MiB of KV per block: enough on its way at once to cover the latency of HBM at any chip's bandwidth, and
