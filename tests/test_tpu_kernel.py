@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_paged import kernels
 from jax_paged.kernels import aot
-from jax_paged.kernels.tpu import _copies, attention
-from jax_paged.kernels.tpu.write import write_tokens
+from jax_paged.kernels.tpu import _copies, attention, write
 from jax_paged.kernels.tuning import Blocks
 
 # Compiling is most of a test's time, so by default run the cases that differ in lengths alone, and one for each thing
@@ -205,15 +204,37 @@ def test_what_the_kernel_cannot_do_it_refuses_by_name(change: dict[str, Any], me
     assert message in reason
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_writing_tokens_equals_the_scatter_and_leaves_the_rest_alone(dtype: str) -> None:
+def write_arguments(dtype: str) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     rng = np.random.default_rng(0)
     pool = jnp.asarray(rng.standard_normal((4, 8, 4, 16)), dtype)
     k, v = (jnp.asarray(rng.standard_normal((6, 2, 16)), dtype) for _ in range(2))
-    slots = jnp.array([31, 0, 9, -1, 32, 10])  # two of them outside the pool
-    kv = jnp.stack([k, v], axis=2).reshape(6, 4, 16)
-    got = write_tokens(pool, kv, slots, interpret=interpreter())
-    np.testing.assert_array_equal(np.asarray(got, np.float32), kernels.write_kv(pool, k, v, slots).astype(jnp.float32))
+    return pool, k, v, jnp.array([31, 0, 9, -1, 32, 10])  # two of them outside the pool
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_written_pool_equals_the_scattered_one(dtype: str) -> None:
+    pool, k, v, slots = write_arguments("float32")
+    pool = pool.astype(dtype)
+    got = kernels.write_kv(pool, k, v, slots, k_scale=0.02, implementation="pallas_tpu", interpret=interpreter())
+    want = kernels.write_kv(pool, k, v, slots, k_scale=0.02, implementation="xla")
+    assert got.dtype == want.dtype == pool.dtype
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def test_a_missing_wait_for_a_write_is_seen_by_the_race_detector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "_wait", lambda copy: None)
+    pool, k, v, slots = write_arguments("float32")
+    run = jax.jit(partial(kernels.write_kv, implementation="pallas_tpu", interpret=interpreter("eager")))
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        jax.block_until_ready(run(pool, k, v, slots))
+
+
+def test_what_the_write_cannot_do_it_refuses_by_name() -> None:
+    pool, k, v, slots = write_arguments("float32")
+    with pytest.raises(NotImplementedError, match="1 KV heads of int8"):
+        kernels.write_kv(pool[:, :, :2].astype("int8"), k[:, :1], v[:, :1], slots, implementation="pallas_tpu")
+    with pytest.raises(ValueError, match="implementation='pallas_gpu'"):
+        kernels.write_kv(pool, k, v, slots, implementation="pallas_gpu")
 
 
 # --- the real compiler ---
