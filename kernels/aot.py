@@ -30,6 +30,9 @@ CHIPS = {
     "tpu7x": "tpu7x:2x2x1",
 }
 
+# 16 chips, for heads split over 8 of them and all of it twice.
+SHARDED_TOPOLOGIES = {"v5e": "v5e:4x4", "v6e": "v6e:4x4"}
+
 # num_q_heads, num_kv_heads, head_dim
 SHAPES = {
     "llama3-8b": (32, 8, 128),
@@ -55,6 +58,7 @@ class Spec:
     kv_dtype: str = "bfloat16"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the attention call
     blocks: dict[str, int] | None = None  # None: those of `tuning.py`
+    shards: int = 1  # more: under shard_map, each device with the shape's heads, on the chip's `SHARDED_TOPOLOGIES`
 
     def call(self) -> AttentionCall:
         heads, kv_heads, head_dim = SHAPES[self.shape]
@@ -220,7 +224,7 @@ def _compile(spec: Spec, dump: Path | None) -> dict[str, Any]:
     blocks = choose_blocks(call, spec.chip) if spec.blocks is None else Blocks(**spec.blocks)
     before = set() if dump is None else set(dump.iterdir())
     try:
-        _compile_attention(spec.chip, call, blocks)
+        _compile_attention(spec, call, blocks)
     except Exception as error:  # the compiler's refusals have many types
         return found | {"status": "failed", "reason": " ".join(str(error).split())[:600]}
     found |= {"status": "compiled", "blocks": dataclasses.asdict(blocks)}
@@ -242,36 +246,56 @@ def _compile(spec: Spec, dump: Path | None) -> dict[str, Any]:
     }
 
 
-def _compile_attention(chip: str, call: AttentionCall, blocks: Any) -> None:
+def _compile_attention(spec: Spec, call: AttentionCall, blocks: Any) -> None:
     import jax
+    import numpy as np
     from jax.experimental import topologies
+    from jax.sharding import AxisType, PartitionSpec
 
     from .tpu import attention
 
-    device: Any = topologies.get_topology_desc(topology_name=CHIPS[chip], platform="tpu").devices[0]
-    on_device = jax.sharding.SingleDeviceSharding(device)
-    abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), abstract_device=abstract)
+    topology = CHIPS[spec.chip] if spec.shards == 1 else SHARDED_TOPOLOGIES[spec.chip]
+    devices: Any = np.array(topologies.get_topology_desc(topology_name=topology, platform="tpu").devices)
+    devices = devices[:1].reshape(1, 1) if spec.shards == 1 else devices.reshape(-1, spec.shards)
+    kind = devices[0, 0].device_kind
+    mesh = jax.sharding.Mesh(devices, ("copies", "heads"), axis_types=(AxisType.Auto,) * 2)
+    abstract = jax.sharding.AbstractMesh(
+        (1,),
+        ("x",),
+        (AxisType.Explicit,),
+        abstract_device=jax.sharding.AbstractDevice(
+            device_kind=kind, num_cores=devices[0, 0].num_cores, platform="tpu"
+        ),
+    )
+    head_axes = {"q": 1, "kv_pages": 2, "sinks": 0}
+    shapes = {
+        "q": ((call.max_tokens, call.num_q_heads, call.head_dim), call.q_dtype),
+        "kv_pages": ((call.num_pages, call.page_size, 2 * call.num_kv_heads, call.head_dim), call.kv_dtype),
+        "kv_lens": ((call.max_seqs,), "int32"),
+        "page_indices": ((call.max_seqs, call.pages_per_seq), "int32"),
+        "cu_q_lens": ((call.max_seqs + 1,), "int32"),
+        "num_seqs": ((1,), "int32"),
+        "k_scale": ((), "float32"),
+        "v_scale": ((), "float32"),
+        "sinks": ((call.num_q_heads,), "float32"),
+    }
+    for name in ("k_scale", "v_scale", "sinks"):
+        if not getattr(call, name):
+            del shapes[name]
+    specs = {name: PartitionSpec(*[None] * head_axes[name], "heads") for name in shapes if name in head_axes}
+    specs |= {name: PartitionSpec() for name in shapes if name not in head_axes}
+    arrays = {
+        name: jax.ShapeDtypeStruct(
+            tuple(n * spec.shards if head_axes.get(name) == axis else n for axis, n in enumerate(shape)),
+            jax.numpy.dtype(dtype),
+            sharding=jax.sharding.NamedSharding(mesh, specs[name]),
+        )
+        for name, (shape, dtype) in shapes.items()
+    }
 
-    def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), sharding=on_device)
-
-    arrays = [
-        array((call.max_tokens, call.num_q_heads, call.head_dim), call.q_dtype),
-        array((call.num_pages, call.page_size, 2 * call.num_kv_heads, call.head_dim), call.kv_dtype),
-        array((call.max_seqs,), "int32"),
-        array((call.max_seqs, call.pages_per_seq), "int32"),
-        array((call.max_seqs + 1,), "int32"),
-        array((1,), "int32"),
-    ]
-    extras = {name: array((), "float32") for name in ("k_scale", "v_scale") if getattr(call, name)}
-    if call.sinks:
-        extras["sinks"] = array((call.num_q_heads,), "float32")
-
-    def attend(arrays: list[Any], extras: dict[str, Any]) -> Any:
+    def attend(arrays: dict[str, Any]) -> Any:
         return attention.ragged_paged_attention(
-            *arrays,
-            **extras,
+            **arrays,
             sm_scale=call.sm_scale,
             causal=call.causal,
             sliding_window=call.sliding_window,
@@ -281,8 +305,14 @@ def _compile_attention(chip: str, call: AttentionCall, blocks: Any) -> None:
             blocks=blocks,
         )
 
-    with jax.sharding.use_abstract_mesh(mesh):
-        jax.jit(attend).trace(arrays, extras).lower(lowering_platforms=("tpu",)).compile()
+    if spec.shards == 1:
+        with jax.sharding.use_abstract_mesh(abstract):
+            jax.jit(attend).trace(arrays).lower(lowering_platforms=("tpu",)).compile()
+        return
+    by_head = PartitionSpec(None, "heads")
+    out_specs = (by_head, by_head) if call.return_lse else by_head
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)
+    jax.jit(sharded).trace(arrays).lower(lowering_platforms=("tpu",)).compile()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """The TPU kernel: in interpret mode, watched for races, against the reference; and through the real compiler."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -235,6 +237,15 @@ def test_what_the_write_cannot_do_it_refuses_by_name() -> None:
         kernels.write_kv(pool[:, :, :2].astype("int8"), k[:, :1], v[:, :1], slots, implementation="pallas_tpu")
     with pytest.raises(ValueError, match="implementation='pallas_gpu'"):
         kernels.write_kv(pool, k, v, slots, implementation="pallas_gpu")
+
+
+def test_the_kernel_under_shard_map_over_kv_heads_matches_the_reference(plain_env: dict[str, str]) -> None:
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    environment = plain_env | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    script = Path(__file__).with_name("sharded_attention.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "8 devices agree with the reference" in done.stdout
 
 
 # --- the real compiler ---
