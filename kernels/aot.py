@@ -258,6 +258,7 @@ def _compile_attention(spec: Spec, call: AttentionCall, blocks: Any) -> None:
     devices: Any = np.array(topologies.get_topology_desc(topology_name=topology, platform="tpu").devices)
     devices = devices[:1].reshape(1, 1) if spec.shards == 1 else devices.reshape(-1, spec.shards)
     kind = devices[0, 0].device_kind
+    one_device = jax.sharding.SingleDeviceSharding(devices[0, 0])
     mesh = jax.sharding.Mesh(devices, ("copies", "heads"), axis_types=(AxisType.Auto,) * 2)
     abstract = jax.sharding.AbstractMesh(
         (1,),
@@ -288,7 +289,7 @@ def _compile_attention(spec: Spec, call: AttentionCall, blocks: Any) -> None:
         name: jax.ShapeDtypeStruct(
             tuple(n * spec.shards if head_axes.get(name) == axis else n for axis, n in enumerate(shape)),
             jax.numpy.dtype(dtype),
-            sharding=jax.sharding.NamedSharding(mesh, specs[name]),
+            sharding=one_device if spec.shards == 1 else jax.sharding.NamedSharding(mesh, specs[name]),
         )
         for name, (shape, dtype) in shapes.items()
     }

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from attention_cases import Case, assert_matches_reference, make_batch, reference
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jax_paged import kernels
@@ -18,7 +19,7 @@ def main() -> None:
         num_kv_heads=8, max_kv_len=48, pool_tokens=96, sinks=True,
     )  # fmt: skip
     batch = make_batch(case, 0, jnp.float32)
-    mesh = jax.make_mesh((8,), ("heads",))
+    mesh = jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Auto,))
     by_head, everywhere = P(None, "heads"), P()
     options = dict(batch.options)
     sinks = options.pop("sinks")

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .._compat import cdiv, floordiv, round_up
 from ..api import AttentionCall
-from ..tuning import Blocks, choose_blocks
+from ..tuning import VMEM_BYTES, Blocks, choose_blocks
 from . import _copies
 from ._copies import Item
 from ._load import packing
@@ -100,7 +100,7 @@ def ragged_paged_attention(
     )
     plan = Plan(
         call=call,
-        blocks=blocks or choose_blocks(call),
+        blocks=blocks or choose_blocks(call, _current_chip()),
         compute_dtype=jnp.dtype(out_dtype),
         interpret=bool(interpret),
     )
@@ -108,6 +108,8 @@ def ragged_paged_attention(
     scales = jnp.stack([one if k_scale is None else k_scale, one if v_scale is None else v_scale])
     added = plan.ids_per_row - page_indices.shape[1]
     page_ids = jnp.pad(page_indices, ((0, 0), (0, added))).reshape(-1)
+    if interpret is True:  # which means an interpreter without copies of variable size
+        interpret = pltpu.InterpretParams()
     out, lse = _run(q, kv_pages, kv_lens, page_ids, cu_q_lens, num_seqs, scales, sinks, plan, interpret)
 
     # Tokens of no row were never written.
@@ -116,6 +118,16 @@ def ragged_paged_attention(
     if not return_lse:
         return out
     return out, jnp.where(in_a_row[:, None], lse[:, :num_q_heads, 0], -jnp.inf)
+
+
+def _current_chip() -> str | None:
+    """The chip this is traced for, as `tuning.py` names it, or None where that is no TPU, or an unknown one."""
+    try:
+        version = str(pltpu.get_tpu_info().chip_version)
+    except (ValueError, NotImplementedError):
+        return None
+    name = {"7x": "tpu7x"}.get(version, version)
+    return name if name in VMEM_BYTES else None
 
 
 def _run(

@@ -39,6 +39,7 @@ def write_tokens(kv_pages: jax.Array, kv: jax.Array, slot_mapping: jax.Array, *,
     """
     num_pages, page_size = kv_pages.shape[:2]
     num_tokens = kv.shape[0]
+    interpret = pltpu.InterpretParams() if interpret is True else interpret
 
     def kernel(slots: Any, kv_ref: Any, _: Any, pool: Any, sem: Any) -> None:
         def for_each_written(action: Any) -> None:
