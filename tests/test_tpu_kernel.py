@@ -87,10 +87,12 @@ def test_decode_matches_the_reference_without_races(dtype: str) -> None:
     assert_matches_reference(lse, want_lse, dtype)
 
 
+SMALL = Blocks(kv_tokens=32, compute_tokens=128, softmax_tokens=128, q_tokens=8)
+
+
 def attend(batch: Any, mode: str = "on_wait", *, run: Any = None, **options: Any) -> tuple[jax.Array, jax.Array]:
     """The kernel with blocks so small that a row has several, and tiles too."""
-    blocks = Blocks(kv_tokens=32, compute_tokens=128, softmax_tokens=128, q_tokens=8)
-    options = {"blocks": blocks, "return_lse": True, "interpret": interpreter(mode), **batch.options, **options}
+    options = {"blocks": SMALL, "return_lse": True, "interpret": interpreter(mode), **batch.options, **options}
     return jax.block_until_ready((run or shared_run())(*batch.arrays, **options))
 
 
@@ -107,10 +109,15 @@ def fresh_run() -> Any:
 shared_run = cache(fresh_run)
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-def test_lengths_of_all_kinds_in_several_blocks_match_the_reference_without_races(name: str) -> None:
-    batch = make_batch(BY_NAME[name], 0, jnp.float32)
-    for got, want in zip(attend(batch), reference(batch)):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_named_case_in_several_blocks_a_row_matches_the_reference_without_races(
+    case: Case, request: pytest.FixtureRequest
+) -> None:
+    if case.name not in LENGTHS and not request.config.getoption("--long"):
+        pytest.skip("runs with --long")
+    batch = make_batch(case, 0, jnp.float32)
+    blocks = replace(SMALL, kv_tokens=max(SMALL.kv_tokens, case.page_size))
+    for got, want in zip(attend(batch, blocks=blocks), reference(batch)):
         assert_matches_reference(got, want, "float32")
 
 
