@@ -35,13 +35,14 @@ def main(args: argparse.Namespace) -> None:
         for mode in args.modes
         for page_size in args.page_sizes
     ]
-    rows = [row | _bound(row) for row in aot.compile_specs(specs, count=not args.no_count, keep=args.keep)]
+    found = aot.compile_specs(specs, count=not args.no_count, keep=args.keep)
+    rows = (row | _bound(row) for row in found)
     if args.json:
-        print(json.dumps({"assumptions": bounds.ASSUMPTIONS, "rows": rows}))
+        print(json.dumps({"assumptions": bounds.ASSUMPTIONS, "rows": list(rows)}))
         return
     print(_HEADER)
     for row in rows:
-        print(_line(row))
+        print(_line(row), flush=True)
     if not args.no_count:
         print("\nAssumed:", *bounds.ASSUMPTIONS, sep="\n  ")
 

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,25 +161,30 @@ def inner_loop(found: dict[str, Any]) -> Loop:
 # --- the compiler, in a process of its own: it reads where to write its listings when it is loaded ---
 
 
-def compile_specs(specs: Sequence[Spec], *, count: bool = True, keep: str | None = None) -> list[dict[str, Any]]:
-    """Compiles each spec and returns a dictionary of findings for each, in order.
+def compile_specs(specs: Sequence[Spec], *, count: bool = True, keep: str | None = None) -> Iterator[dict[str, Any]]:
+    """Compiles each spec; gives a dictionary of findings for each, in order, as they come.
 
     Args:
         specs: what to compile.
-        count: read the compiler's listings, too; without, it writes none and is done in half the time.
+        count: read the compiler's listings, too; without, it writes none and is done several times sooner.
         keep: a folder for the listings, which are deleted otherwise.
 
     Returns:
         For each spec its fields, and `status`: "compiled"; "refused", by `supports`; or "failed", by the compiler; the
-        last two with a `reason`. If compiled and counted: `loops` and `capacity` as `count_loops` returns them, the
-        `blocks` used, and `vmem_bytes` and `smem_bytes`, how far it reaches in both memories.
+        last two with a `reason`. If compiled, the `blocks` used. If counted, too, `loops` and `capacity` as
+        `count_loops` returns them, and `vmem_bytes` and `smem_bytes`, how far it reaches in both memories.
 
     Raises:
         ModuleNotFoundError: libtpu is not installed; the message names the extra that brings it.
+        RuntimeError: the compiling process died; with the end of what it said.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError("compiling for TPU needs libtpu, which pip install 'jax-paged[tpu]' brings")
-    with tempfile.TemporaryDirectory() as scratch:
+    return _compile_elsewhere(specs, count, keep)
+
+
+def _compile_elsewhere(specs: Sequence[Spec], count: bool, keep: str | None) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile("w+") as said:
         dump = keep or scratch
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
@@ -191,19 +196,23 @@ def compile_specs(specs: Sequence[Spec], *, count: bool = True, keep: str | None
         }
         if count:
             environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
-        job = json.dumps({"dump": dump if count else None, "specs": [dataclasses.asdict(spec) for spec in specs]})
-        done = subprocess.run(
-            [sys.executable, "-m", f"{__package__}.aot"],
-            input=job,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"chip"')]
-    if len(lines) != len(specs):
-        raise RuntimeError(f"the compiling process ended with code {done.returncode}: {done.stderr[-2000:]}")
-    return [json.loads(line) for line in lines]
+        job = {"dump": dump if count else None, "specs": [dataclasses.asdict(spec) for spec in specs]}
+        command = [sys.executable, "-m", f"{__package__}.aot"]
+        found = 0
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+        ) as worker:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            worker.stdin.write(json.dumps(job))
+            worker.stdin.close()
+            for line in worker.stdout:
+                if line.startswith('{"chip"'):
+                    found += 1
+                    yield json.loads(line)
+        if found != len(specs):
+            said.seek(0)
+            raise RuntimeError(f"the compiling process ended with code {worker.returncode}: {said.read()[-2000:]}")
 
 
 def _worker() -> None:

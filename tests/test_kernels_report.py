@@ -124,7 +124,7 @@ def test_the_report_prints_a_row_a_shape_and_its_assumptions(
     }
     refused = found("decode", 1000) | {"status": "refused", "reason": "too large"}
     del refused["loops"]
-    monkeypatch.setattr(aot, "compile_specs", lambda specs, **_: [compiled, refused])
+    monkeypatch.setattr(aot, "compile_specs", lambda specs, **_: iter([compiled, refused]))
     kernels_report.main(arguments("--chips", "v6e"))
     printed = capsys.readouterr().out
     assert "100% of HBM" in printed
