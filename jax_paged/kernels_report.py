@@ -55,8 +55,8 @@ def _bound(row: dict[str, Any]) -> dict[str, Any]:
 
 
 _HEADER = (
-    f"{'chip':6} {'shape':14} {'mode':8} {'page':>4}  {'VMEM MiB':>8} {'SMEM KiB':>8}  {'bundles/512':>11}  "
-    f"{'MXU':>4} {'XLU':>4} {'VALU':>4} {'load':>4} {'store':>5}  {'HBM us':>7} {'comp us':>7} {'bound by':8} predicted"
+    f"{'chip':6} {'shape':14} {'mode':8} {'page':>4}  {'VMEM MiB':>8} {'SMEM KiB':>8}  {'bundles/512':>11} "
+    f"{'others':>6}  {'MXU':>4} {'XLU':>4} {'VALU':>4} {'load':>4} {'store':>5}  {'HBM us':>7} {'comp us':>7} {'bound by':8} predicted"
 )
 
 
@@ -76,7 +76,7 @@ def _line(row: dict[str, Any]) -> str:
         predicted = f"{100 * bound['mxu_share']:.0f}% of peak"
     return (
         f"{name}  {row['vmem_bytes'] / 2**20:8.1f} {row['smem_bytes'] / 2**10:8.1f}  "
-        f"{bound['bundles_per_512_tokens']:11.0f}  {busy}  {bound['block_hbm_us']:7.2f} "
+        f"{bound['bundles_per_512_tokens']:11.0f} {bound['other_bundles']:6}  {busy}  {bound['block_hbm_us']:7.2f} "
         f"{bound['block_compute_us']:7.2f} {bound['bound_by']:8} {predicted}"
     )
 

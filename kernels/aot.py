@@ -230,7 +230,10 @@ def _compile(spec: Spec, dump: Path | None) -> dict[str, Any]:
     call = spec.call()
     if reason := supports(call):
         return found | {"status": "refused", "reason": reason}
-    blocks = choose_blocks(call, spec.chip) if spec.blocks is None else Blocks(**spec.blocks)
+    try:
+        blocks = choose_blocks(call, spec.chip) if spec.blocks is None else Blocks(**spec.blocks)
+    except ValueError as error:
+        return found | {"status": "refused", "reason": str(error)}
     before = set() if dump is None else set(dump.iterdir())
     try:
         _compile_attention(spec, call, blocks)

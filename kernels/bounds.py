@@ -33,6 +33,7 @@ class Bound:
     block_hbm_us: float  # to bring its KV
     block_compute_us: float  # to issue its loops' bundles
     bundles_per_512_tokens: float  # of the inner loop
+    other_bundles: int  # all the program's but the inner loop's, each counted once
     row_bundles: float | None  # of a row of CONTEXT_TOKENS beside the inner loop's
     hbm_share: float | None  # decode: predicted share of the bandwidth
     mxu_share: float | None  # prefill: predicted share of the peak
@@ -89,6 +90,7 @@ def bound(found: dict[str, Any]) -> Bound:
         block_hbm_us=1e6 * block_hbm_s,
         block_compute_us=1e6 * (block_bundles + inner_per_block) / hz,
         bundles_per_512_tokens=loops.whole.bundles * 512 / chunk,
+        other_bundles=sum(loop["bundles"] for loop in found["loops"]) - loops.whole.bundles,
         row_bundles=row_bundles,
         hbm_share=hbm_share,
         mxu_share=mxu_share,

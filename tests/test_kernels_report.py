@@ -90,6 +90,7 @@ def test_a_decode_is_bound_by_memory_until_its_loop_is_longer_than_the_transfer(
     assert (fast.bound_by, slow.bound_by) == ("HBM", "compute")
     assert fast.hbm_share == 1.0
     # A row of 8 blocks: its own 200 bundles, and for each block 100, 4 turns of 40 for 32 pages, and the loop.
+    assert slow.other_bundles == 100 + 200 + 100 + 40 + 9 + 300
     assert slow.row_bundles == 200 + 8 * (100 + 4 * 40)
     assert slow.hbm_share == pytest.approx(8 * slow.block_hbm_us / ((slow.row_bundles + 8 * 4000) / 1750))
 

@@ -203,6 +203,7 @@ def test_a_wait_moved_behind_its_reader_is_seen_by_the_race_detector(monkeypatch
         ({"kv_dtype": "int8", "num_kv_heads": 3, "num_q_heads": 9}, "num_kv_heads=3 with kv_dtype='int8'"),
         ({"head_dim": 192}, "head_dim=192"),
         ({"pages_per_seq": 2**17}, "pages_per_seq=131072"),
+        ({"page_size": 2**14}, "the smallest blocks need"),
     ],
 )
 def test_what_the_kernel_cannot_do_it_refuses_by_name(change: dict[str, Any], message: str) -> None:

@@ -46,6 +46,10 @@ def supports(call: AttentionCall) -> str | None:
             f"pages_per_seq={call.pages_per_seq}, max_seqs={call.max_seqs}: two rows of page ids and all rows' lengths "
             f"take {smem_bytes} bytes of scalar memory, of {_SMEM_BYTES}; use larger pages or fewer rows"
         )
+    try:
+        choose_blocks(call, _current_chip())
+    except ValueError as error:
+        return str(error)
     return None
 
 
