@@ -56,7 +56,8 @@ def _bound(row: dict[str, Any]) -> dict[str, Any]:
 
 _HEADER = (
     f"{'chip':6} {'shape':14} {'mode':8} {'page':>4}  {'VMEM MiB':>8} {'SMEM KiB':>8}  {'bundles/512':>11} "
-    f"{'others':>6}  {'MXU':>4} {'XLU':>4} {'VALU':>4} {'load':>4} {'store':>5}  {'HBM us':>7} {'comp us':>7} {'bound by':8} predicted"
+    f"{'others':>6}  {'MXU':>4} {'XLU':>4} {'VALU':>4} {'load':>4} {'store':>5}  {'HBM us':>7} {'comp us':>7} "
+    f"{'bound by':8} predicted"
 )
 
 
