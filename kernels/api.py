@@ -241,6 +241,8 @@ def write_kv(
     *,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    interpret: Any = False,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Returns the pool with the tokens' keys and values written to their slots.
 
@@ -254,16 +256,20 @@ def write_kv(
             included, writes nowhere: pad with num_pages * page_size.
         k_scale, v_scale: scalars, which may be traced: the stored K is `k / k_scale`, for an int8 pool rounded
             and clipped to -128..127, for an fp8 pool clipped to its finite range.
+        interpret: as in `ragged_paged_attention`.
+        implementation: "xla", a scatter; "pallas_tpu", a copy for each token; or None for the better of those that
+            can on the platform it is compiled for.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes or dtypes that do not fit together, or an unknown implementation.
+        NotImplementedError: a named implementation that cannot do this; the message names the limit.
 
     Example:
         >>> kv_pages = write_kv(kv_pages, k, v, page_id * page_size + offset)
     """
     kv_pages, k, v, slots = map(jnp.asarray, (kv_pages, k, v, slot_mapping))
     _check_pool(kv_pages)
-    num_pages, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
+    *_, num_kv_heads_twice, head_dim = kv_pages.shape
     if not (k.ndim == 3 and k.shape == v.shape and k.shape[1:] == (num_kv_heads_twice // 2, head_dim)):
         raise ValueError(
             f"{k.shape=} and {v.shape=} must both be (num_tokens, {num_kv_heads_twice // 2}, {head_dim}): "
@@ -275,10 +281,26 @@ def write_kv(
     v = _quantise(v, _as_scale("v_scale", v_scale), kv_pages.dtype)
     kv = jnp.stack([k, v], axis=2).reshape(-1, num_kv_heads_twice, head_dim)
 
-    num_slots = num_pages * page_size
+    if implementation not in (None, "xla", "pallas_tpu"):
+        raise ValueError(f"{implementation=} must be None, 'xla' or 'pallas_tpu'")
+    if implementation == "xla" or (implementation is None and _default_platform() != "tpu"):
+        return _scatter(kv_pages, kv, slots)
+    tpu = _load("pallas_tpu")
+    if reason := tpu.cannot_write(kv_pages.shape, kv_pages.dtype, k.shape[0]):
+        if implementation is None:
+            return _scatter(kv_pages, kv, slots)
+        raise NotImplementedError(f"{implementation=} cannot write this: {reason}; implementation=None chooses")
+    write = partial(tpu.write_tokens, interpret=interpret)
+    if implementation is not None:
+        return write(kv_pages, kv, slots)
+    return jax.lax.platform_dependent(kv_pages, kv, slots, tpu=write, default=_scatter)
+
+
+def _scatter(kv_pages: jax.Array, kv: jax.Array, slots: jax.Array) -> jax.Array:
+    num_slots = kv_pages.shape[0] * kv_pages.shape[1]
     # Negative indices would count from the end even with mode="drop".
     slots = jnp.where(slots < 0, num_slots, slots)
-    pool = kv_pages.reshape(num_slots, num_kv_heads_twice, head_dim)
+    pool = kv_pages.reshape(num_slots, *kv_pages.shape[2:])
     return pool.at[slots].set(kv, mode="drop").reshape(kv_pages.shape)
 
 

@@ -1,0 +1,88 @@
+"""`jax-paged kernels`: compiles the TPU kernel for chips that are not here, and prints what it costs there."""
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from jax_paged.kernels import aot, bounds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives `parser` the options that `main` reads."""
+    parser.add_argument("--chips", nargs="+", default=list(aot.CHIPS), choices=list(aot.CHIPS), metavar="CHIP")
+    parser.add_argument("--shapes", nargs="+", default=list(aot.SHAPES), choices=list(aot.SHAPES), metavar="SHAPE")
+    parser.add_argument("--modes", nargs="+", default=list(aot.MODES), choices=list(aot.MODES), metavar="MODE")
+    parser.add_argument("--page-sizes", nargs="+", default=[16, 128], type=int, metavar="TOKENS")
+    parser.add_argument("--kv-dtype", default="bfloat16", help="of the pool; queries are bfloat16")
+    parser.add_argument("--blocks", type=json.loads, help="block sizes to try instead of the tuned ones, as JSON")
+    parser.add_argument("--no-count", action="store_true", help="only say what compiles: half the time")
+    parser.add_argument("--keep", metavar="FOLDER", help="where to leave the compiler's listings")
+    parser.add_argument("--json", action="store_true", help="everything found, as JSON")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Runs the command.
+
+    Raises:
+        ModuleNotFoundError: libtpu, which holds the compiler, is not installed.
+        RuntimeError: the compiler's process died.
+    """
+    specs = [
+        aot.Spec(chip=chip, shape=shape, mode=mode, page_size=page_size, kv_dtype=args.kv_dtype, blocks=args.blocks)
+        for chip in args.chips
+        for shape in args.shapes
+        for mode in args.modes
+        for page_size in args.page_sizes
+    ]
+    found = aot.compile_specs(specs, count=not args.no_count, keep=args.keep)
+    rows = (row | _bound(row) for row in found)
+    if args.json:
+        print(json.dumps({"assumptions": bounds.ASSUMPTIONS, "rows": list(rows)}))
+        return
+    print(_HEADER)
+    for row in rows:
+        print(_line(row), flush=True)
+    if not args.no_count:
+        print("\nAssumed:", *bounds.ASSUMPTIONS, sep="\n  ")
+
+
+def _bound(row: dict[str, Any]) -> dict[str, Any]:
+    if "loops" not in row:
+        return {}
+    bound = bounds.bound(row)
+    return {"bound": dataclasses.asdict(bound) | {"bound_by": bound.bound_by}}
+
+
+_HEADER = (
+    f"{'chip':6} {'shape':14} {'mode':8} {'page':>4}  {'VMEM MiB':>8} {'SMEM KiB':>8}  {'bundles/512':>11} "
+    f"{'others':>6}  {'MXU':>4} {'XLU':>4} {'VALU':>4} {'load':>4} {'store':>5}  {'HBM us':>7} {'comp us':>7} "
+    f"{'bound by':8} predicted"
+)
+
+
+def _line(row: dict[str, Any]) -> str:
+    name = f"{row['chip']:6} {row['shape']:14} {row['mode']:8} {row['page_size']:>4}"
+    if row["status"] != "compiled":
+        return f"{name}  {row['status']}: {row['reason']}"
+    if "loops" not in row:
+        return f"{name}  compiled"
+    inner, bound = aot.inner_loop(row), row["bound"]
+    units = ("MXU", "XLU", "VALU", "VLOAD", "VSTORE")
+    busy = " ".join(f"{100 * inner.busy(unit, row['capacity']):>{5 if unit == 'VSTORE' else 4}.0f}" for unit in units)
+    predicted = ""
+    if bound["hbm_share"] is not None:
+        predicted = f"{100 * bound['hbm_share']:.0f}% of HBM"
+    if bound["mxu_share"] is not None:
+        predicted = f"{100 * bound['mxu_share']:.0f}% of peak"
+    return (
+        f"{name}  {row['vmem_bytes'] / 2**20:8.1f} {row['smem_bytes'] / 2**10:8.1f}  "
+        f"{bound['bundles_per_512_tokens']:11.0f} {bound['other_bundles']:6}  {busy}  {bound['block_hbm_us']:7.2f} "
+        f"{bound['block_compute_us']:7.2f} {bound['bound_by']:8} {predicted}"
+    )
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(_parser)
+    main(_parser.parse_args())
