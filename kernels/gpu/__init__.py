@@ -1,20 +1,19 @@
 """Ragged paged attention for NVIDIA Hopper GPUs, in Pallas Mosaic GPU.
 
 `attention.py` is the kernel, `work.py` what tells it what to do, `tiles.py` its block sizes. This module joins them
-to the contract of `api.ragged_paged_attention`.
+to the contract of `api.ragged_paged_attention`; `launch.py` runs one plan.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..api import AttentionCall
-from . import _compat, tiles, work
-from .attention import Kernel
+from . import _compat, launch, tiles
 
-__all__ = ["ragged_paged_attention", "supports"]
+__all__ = ["ragged_paged_attention", "supports", "why_not_on"]
 
 _HEAD_DIMS = (64, 96, 128, 256)
 _PAGE_SIZES = (8, 16, 32, 64, 128, 256)
@@ -36,14 +35,15 @@ def supports(call: AttentionCall) -> str | None:
         return f"num_q_heads={call.num_q_heads} must be at most {tiles.ROWS} times num_kv_heads={call.num_kv_heads}"
     if call.interpret and call.interpret is not True and not isinstance(call.interpret, _compat.interpreter_type()):
         return f"interpret={call.interpret!r} must be True or an InterpretGPUParams"
-    return _compat.why_no_hopper(interpreted=bool(call.interpret))
+    capability = None if call.interpret else _compat.local_capability()
+    return None if capability is None else why_not_on(capability)
 
 
-class _Options(NamedTuple):
-    causal: bool
-    sliding_window: int | None
-    soft_cap: float | None
-    interpret: Any
+def why_not_on(capability: str) -> str | None:
+    """Why a GPU of this compute capability, such as "9.0", cannot run the kernel, or None if it can."""
+    if capability.split(".")[0] == "9":
+        return None
+    return f"compute {capability=} of the GPU must be 9.0 (Hopper: H100, H200), whose wgmma the kernel is made of"
 
 
 def ragged_paged_attention(
@@ -70,7 +70,24 @@ def ragged_paged_attention(
     Args, returns: as there; `decode_only` promises that token i is the one query of row i.
     """
     num_q_heads, num_kv_heads = q.shape[1], kv_pages.shape[2] // 2
-    options = _Options(causal, sliding_window, soft_cap, _compat.interpret_params(interpret))
+    call = AttentionCall(
+        max_tokens=q.shape[0],
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=q.shape[2],
+        q_dtype=q.dtype.name,
+        kv_dtype=kv_pages.dtype.name,
+        num_pages=kv_pages.shape[0],
+        page_size=kv_pages.shape[1],
+        max_seqs=page_indices.shape[0],
+        pages_per_seq=page_indices.shape[1],
+        causal=causal,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        interpret=_compat.interpret_params(interpret),
+        decode_only=decode_only,
+    )
+    kernels = launch.kernels_of(call, num_sms=2 if interpret else _compat.num_sms())
     logit_scale = sm_scale if k_scale is None else sm_scale * k_scale
     scales = jnp.stack([jnp.float32(logit_scale), jnp.float32(1.0) if v_scale is None else v_scale])
 
@@ -82,17 +99,17 @@ def ragged_paged_attention(
     kv_lens = jnp.where(is_row, kv_lens, 0)
 
     packed_q = _pad_groups(q, num_kv_heads)
-    attend = partial(_decode, packed_q, kv_pages, page_indices, scales, options=options)
+    decode = partial(launch.decode, kernels["paged_decode"], packed_q, kv_pages, page_indices, scales)
     if decode_only:
-        out, lse = attend(kv_lens, rows, jnp.ones_like(is_row))
+        out, lse = decode(kv_lens, rows, jnp.ones_like(is_row))
     else:
         is_decode = q_lens == 1
-        out, lse = _prefill(
-            packed_q, kv_pages, page_indices, scales, kv_lens,
-            jnp.where(is_decode, 0, q_lens), first_tokens, num_tokens, options=options,
+        out, lse = launch.prefill(
+            kernels["paged_prefill"], packed_q, kv_pages, page_indices, scales, kv_lens,
+            jnp.where(is_decode, 0, q_lens), first_tokens, num_tokens,
         )  # fmt: skip
         token = jnp.where(is_decode, first_tokens, q.shape[0])  # past the end: dropped
-        decoded_out, decoded_lse = attend(
+        decoded_out, decoded_lse = decode(
             jnp.where(is_decode, kv_lens, 0), jnp.minimum(token, q.shape[0] - 1), is_decode
         )
         out = out.at[token].set(decoded_out, mode="drop")
@@ -105,96 +122,10 @@ def ragged_paged_attention(
     return (out, lse) if return_lse else out
 
 
-def _decode(
-    q: jax.Array,
-    kv_pages: jax.Array,
-    page_indices: jax.Array,
-    scales: jax.Array,
-    kv_lens: jax.Array,
-    tokens: jax.Array,
-    is_wanted: jax.Array,
-    *,
-    options: _Options,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of one token of each row: [rows, num_heads, head_dim] and f32[rows, num_heads].
-
-    Where there are several units of work to an SM without it, nothing is split and nothing merged.
-    """
-    (rows, num_kv_heads), num_sms = (kv_lens.shape[0], kv_pages.shape[2] // 2), _compat.num_sms(options.interpret)
-    split = rows * num_kv_heads < _UNITS_PER_SM * num_sms
-    kernel = _kernel(q, kv_pages, options, decode=True, partial_output=split, max_items=rows + num_sms)
-    max_parts = -(-kernel.tiles.num_blocks // num_kv_heads) if split else 0
-    plan = work.plan_decode(kv_lens, tokens, is_wanted, max_parts=max_parts, kv_blocks=kernel.kv_blocks)
-    out, lse = kernel(plan, page_indices, scales, q, kv_pages)
-    lse = lse[:, :, : kernel.group].reshape(lse.shape[0], -1)
-    if not split:
-        return out[tokens], lse
-    out = out[:, :, : kernel.group].reshape(*lse.shape, -1)
-    out, lse = work.merge_parts(out, lse, plan, rows)
-    return out.astype(q.dtype), lse
-
-
-_UNITS_PER_SM = 4  # from so many on, the SMs are busy for long enough without splitting
-
-
-def _prefill(
-    q: jax.Array,
-    kv_pages: jax.Array,
-    page_indices: jax.Array,
-    scales: jax.Array,
-    kv_lens: jax.Array,
-    q_lens: jax.Array,
-    first_tokens: jax.Array,
-    num_tokens: jax.Array,
-    *,
-    options: _Options,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of the tokens of rows with `q_lens > 0`: [max_tokens, num_heads, head_dim] and its LSE.
-
-    Those of other rows are left arbitrary. Those from `num_tokens` on, of no row, are a row that has no keys.
-    """
-    max_tokens, rows = q.shape[0], kv_lens.shape[0]
-    kernel = _kernel(q, kv_pages, options, decode=False, partial_output=False, max_items=max_tokens + rows + 1)
-    padding = (jnp.int32(0), max_tokens - num_tokens, num_tokens)
-    kv_lens, q_lens, first_tokens = map(jnp.append, (kv_lens, q_lens, first_tokens), padding)
-    plan = work.plan_prefill(
-        kv_lens, q_lens, first_tokens,
-        max_tokens=max_tokens, tokens_per_item=kernel.tokens_per_item, kv_blocks=kernel.kv_blocks,
-    )  # fmt: skip
-    out, lse = kernel(plan, page_indices, scales, q, kv_pages)
-    lse = lse.reshape(*lse.shape[:2], kernel.tokens_per_item, kernel.group)
-    return out, work.per_token(lse, plan, max_tokens)
-
-
-def _kernel(
-    q: jax.Array, kv_pages: jax.Array, options: _Options, *, decode: bool, partial_output: bool, max_items: int
-) -> Kernel:
-    num_kv_heads, head_dim, page_size = kv_pages.shape[2] // 2, q.shape[2], kv_pages.shape[1]
-    return Kernel(
-        tiles=tiles.choose(
-            decode=decode,
-            head_dim=head_dim,
-            page_size=page_size,
-            dtype=q.dtype,
-            kv_dtype=kv_pages.dtype,
-            num_blocks=min(_compat.num_sms(options.interpret), max_items * num_kv_heads),
-        ),
-        group=q.shape[1] // num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        max_tokens=q.shape[0],
-        dtype=q.dtype,
-        partial_output=partial_output,
-        decode_only=decode,
-        **options._asdict(),
-    )
-
-
 def _pad_groups(x: jax.Array, num_kv_heads: int) -> jax.Array:
     """[tokens, num_q_heads, head_dim] with as many heads to a KV head as the next power of two."""
     group = x.shape[1] // num_kv_heads
-    missing = (1 << (group - 1).bit_length()) - group
+    missing = launch.padded_group(group) - group
     if not missing:
         return x
     x = x.reshape(x.shape[0], num_kv_heads, group, -1)

@@ -43,22 +43,18 @@ def interpreter_type() -> Any:
     return InterpretGPUParams
 
 
-def num_sms(interpret: Any) -> int:
+def num_sms() -> int:
     """Streaming multiprocessors of the GPU that is compiled for: an H100's or H200's, where there is none here."""
-    if interpret:
-        return 2
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.num_cores:
         return device.num_cores
     return getattr(_local_gpu(), "core_count", None) or 132
 
 
-def why_no_hopper(interpreted: bool) -> str | None:
-    """Why the GPU here cannot run the kernel. Without one here the kernel is being compiled for another machine."""
+def local_capability() -> str | None:
+    """The compute capability of the GPU here; None where there is none, and kernels are compiled for elsewhere."""
     capability = getattr(_local_gpu(), "compute_capability", None)
-    if interpreted or capability is None or str(capability).split(".")[0] == "9":
-        return None
-    return f"{capability=} of the GPU must be 9.0 (Hopper: H100, H200), whose wgmma instructions the kernel is made of"
+    return None if capability is None else str(capability)
 
 
 def _local_gpu() -> Any:

@@ -62,18 +62,21 @@ class _Refs(NamedTuple):
 class Kernel:
     """All that is static about a launch.
 
-    `partial_output`: items may be parts of one token's keys, so each item has its own output, in float32.
+    `one_token`: items are of one token. `partial_output`: they may be parts of one token's keys, so each has its own
+    output, in float32.
     """
 
+    name: str
     tiles: Tiles
     group: int  # query heads to a KV head, a power of two
     num_kv_heads: int
     head_dim: int
     page_size: int
     max_tokens: int
-    dtype: Any
+    dtype: jnp.dtype
+    kv_dtype: jnp.dtype
+    one_token: bool
     partial_output: bool
-    decode_only: bool
     causal: bool
     sliding_window: int | None
     soft_cap: float | None
@@ -87,6 +90,14 @@ class Kernel:
     @property
     def tokens_per_item(self) -> int:
         return self.tiles.consumers * self.tokens
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.tiles.smem_bytes(self.head_dim, self.dtype.itemsize, self.kv_dtype.itemsize)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        return self.tiles.bytes_in_flight(self.head_dim, self.kv_dtype.itemsize)
 
     @property
     def kv_blocks(self) -> KvBlocks:
@@ -119,6 +130,7 @@ class Kernel:
             grid_names=("block",),
             num_threads=self.tiles.consumers + 1,
             thread_name="warpgroup",
+            kernel_name=self.name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=self.interpret,
         )
@@ -342,7 +354,7 @@ class Kernel:
         num_tokens = jnp.clip(refs.items[item, Item.NUM_TOKENS] - w * self.tokens, 0, self.tokens)
         heads = pl.ds(head * self.group, self.group)
         # A copy has a static size, so the count is made up of powers of two.
-        n = 1 if self.decode_only else self.tokens
+        n = 1 if self.one_token else self.tokens
         while n:
             if n <= self.max_tokens:
                 done = lax.div(num_tokens, jnp.int32(2 * n)) * (2 * n)

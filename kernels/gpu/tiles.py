@@ -31,9 +31,7 @@ class Tiles:
         return 2 * self.stages * self.block_kv * head_dim * kv_itemsize
 
 
-def choose(
-    *, decode: bool, head_dim: int, page_size: int, dtype: jnp.dtype, kv_dtype: jnp.dtype, num_blocks: int
-) -> Tiles:
+def choose(*, decode: bool, head_dim: int, dtype: jnp.dtype, kv_dtype: jnp.dtype, num_blocks: int) -> Tiles:
     """The block sizes for a call: the largest that leave at least two stages, then as many stages as fit.
 
     Decoding is bound by the bytes in flight, so it takes one warpgroup and a deep ring; prefill by the tensor
