@@ -18,6 +18,7 @@ __all__ = ["ragged_paged_attention", "supports", "why_not_on"]
 _HEAD_DIMS = (64, 96, 128, 256)
 _PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 _DTYPES = ("bfloat16", "float16")
+_INTERPRETED_SMS = 4  # enough to split sequences, few enough to be quick
 
 
 def supports(call: AttentionCall) -> str | None:
@@ -87,7 +88,7 @@ def ragged_paged_attention(
         interpret=_compat.interpret_params(interpret),
         decode_only=decode_only,
     )
-    kernels = launch.kernels_of(call, num_sms=2 if interpret else _compat.num_sms())
+    kernels = launch.kernels_of(call, num_sms=_INTERPRETED_SMS if interpret else _compat.num_sms())
     logit_scale = sm_scale if k_scale is None else sm_scale * k_scale
     scales = jnp.stack([jnp.float32(logit_scale), jnp.float32(1.0) if v_scale is None else v_scale])
 

@@ -59,3 +59,10 @@ def local_capability() -> str | None:
 
 def _local_gpu() -> Any:
     return jax.local_devices()[0] if jax.default_backend() == "gpu" else None
+
+
+def reset_interpreter() -> None:
+    """Forgets an interpreted kernel that failed, which would make the next one fail too."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()

@@ -14,6 +14,7 @@ are those of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, section 3.1).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,6 +57,22 @@ class _Refs(NamedTuple):
     v_ready: Any
     v_free: Any
     v_clean: Any  # one
+
+
+class _Unit(NamedTuple):
+    """What a thread block does next: i32 scalars."""
+
+    number: jax.Array  # of those that the thread block did before
+    item: jax.Array
+    head: jax.Array  # of the KV heads
+    blocks_before: jax.Array  # entries of the ring that its earlier units took
+    token: jax.Array  # the item's columns from here on: see `Item`
+    num_tokens: jax.Array
+    position: jax.Array
+    row: jax.Array
+    kv_len: jax.Array
+    kv_start: jax.Array
+    num_blocks: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,68 +193,62 @@ class Kernel:
             if not self.partial_output:
                 plgpu.wait_smem_to_gmem(0)
 
-    def _for_each_unit(self, refs: _Refs, do: Any) -> None:
-        """Calls `do(item, head, block)` for this thread block's units; `block` counts ring entries used before."""
+    def _for_each_unit(self, refs: _Refs, do: Callable[[_Unit], None]) -> None:
+        """Calls `do` for each of this thread block's units."""
         first = lax.axis_index("block")
         num_units = refs.num_items[0] * self.num_kv_heads
-        # Heads first: their pages are neighbours in memory. Items last to first: later tokens see more keys, and
-        # what takes longest should start first.
         steps = lax.div(num_units - first + (self.tiles.num_blocks - 1), jnp.int32(self.tiles.num_blocks))
 
-        def step(i: jax.Array, block: jax.Array) -> jax.Array:
-            unit = num_units - 1 - (first + i * self.tiles.num_blocks)
-            item = lax.div(unit, jnp.int32(self.num_kv_heads))
-            do(i, item, lax.rem(unit, jnp.int32(self.num_kv_heads)), block)
-            return block + refs.items[item, Item.NUM_BLOCKS]
+        def step(i: jax.Array, blocks_before: jax.Array) -> jax.Array:
+            # Heads first: their pages are neighbours in memory. Items last to first: later tokens see more keys, and
+            # what takes longest should start first.
+            index = num_units - 1 - (first + i * self.tiles.num_blocks)
+            index, head = lax.div(index, jnp.int32(self.num_kv_heads)), lax.rem(index, jnp.int32(self.num_kv_heads))
+            item = [refs.items[index, column] for column in Item]
+            do(_Unit(i, index, head, blocks_before, *item))
+            return blocks_before + item[Item.NUM_BLOCKS]
 
         lax.fori_loop(0, steps, step, jnp.int32(0))
 
     # --- the producer ---
 
-    def _produce(self, refs: _Refs, unit: jax.Array, item: jax.Array, head: jax.Array, block: jax.Array) -> None:
-        token = refs.items[item, Item.TOKEN]
+    def _produce(self, refs: _Refs, unit: _Unit) -> None:
+        heads = pl.ds(unit.head * self.group, self.group)
         for w in range(self.tiles.consumers):
-            pl.when(unit > 0)(partial(plgpu.barrier_wait, refs.q_free.at[w]))
-            rows = refs.q.at[pl.ds(token + w * self.tokens, self.tokens), pl.ds(head * self.group, self.group)]
-            plgpu.copy_gmem_to_smem(rows, refs.q_stage.at[w], refs.q_ready.at[w])
+            pl.when(unit.number > 0)(partial(_wait, refs, "q_free", w))
+            tokens = pl.ds(unit.token + w * self.tokens, self.tokens)
+            plgpu.copy_gmem_to_smem(refs.q.at[tokens, heads], refs.q_stage.at[w], refs.q_ready.at[w])
 
-        row, kv_len = refs.items[item, Item.ROW], refs.items[item, Item.KV_LEN]
-        kv_start = refs.items[item, Item.KV_START]
-
-        @pl.loop(0, refs.items[item, Item.NUM_BLOCKS])
+        @pl.loop(0, unit.num_blocks)
         def _(j: jax.Array) -> None:
-            slot = lax.rem(block + j, jnp.int32(self.tiles.stages))
-            pages = self._pages_of_block(refs, row, kv_len, kv_start + j * self.tiles.block_kv)
-            for which, (ring, ready, free) in enumerate(
-                ((refs.k, refs.k_ready, refs.k_free), (refs.v, refs.v_ready, refs.v_free))
-            ):
-                pl.when(block + j >= self.tiles.stages)(partial(plgpu.barrier_wait, free.at[slot]))
+            entry = unit.blocks_before + j
+            slot = lax.rem(entry, jnp.int32(self.tiles.stages))
+            pages = self._pages_of_block(refs, unit, unit.kv_start + j * self.tiles.block_kv)
+            rows = self.tiles.block_kv // len(pages)
+            for head, ring in ((2 * unit.head, "k"), (2 * unit.head + 1, "v")):
+                pl.when(entry >= self.tiles.stages)(partial(_wait, refs, f"{ring}_free", slot))
+                buffer, ready = getattr(refs, ring), getattr(refs, f"{ring}_ready")
                 for i, (page, offset) in enumerate(pages):
-                    n = self.tiles.block_kv // len(pages)
-                    plgpu.copy_gmem_to_smem(
-                        refs.kv_pages.at[page, pl.ds(offset, n), 2 * head + which],
-                        ring.at[slot, pl.ds(i * n, n)],
-                        ready.at[slot],
-                    )
+                    page_ref = refs.kv_pages.at[page, pl.ds(offset, rows), head]
+                    plgpu.copy_gmem_to_smem(page_ref, buffer.at[slot, pl.ds(i * rows, rows)], ready.at[slot])
 
-    def _pages_of_block(self, refs: _Refs, row: Any, kv_len: Any, position: Any) -> list[tuple[Any, Any]]:
-        """Page id and first slot of each copy of a block. Beyond the last page, the last page again: any number
-        will do there, if only it is one that may be read."""
-        n = min(self.page_size, self.tiles.block_kv)
+    def _pages_of_block(self, refs: _Refs, unit: _Unit, position: jax.Array) -> list[tuple[Any, Any]]:
+        """Page id and first slot of each copy that makes up the block of keys at `position`.
+
+        Beyond the row's last page it is that page again: what is copied there is not used, but it may be read.
+        """
+        rows = min(self.page_size, self.tiles.block_kv)
+        offset = lax.rem(position, jnp.int32(self.page_size)) if rows < self.page_size else 0
         pages = []
-        for i in range(self.tiles.block_kv // n):
-            pos = lax.min(position + i * n, kv_len - 1)
-            page = lax.div(pos, jnp.int32(self.page_size))
-            offset = lax.rem(position, jnp.int32(self.page_size)) if n < self.page_size else 0
-            pages.append((refs.page_indices[row, page], offset))
+        for i in range(0, self.tiles.block_kv, rows):
+            page = lax.div(lax.min(position + i, unit.kv_len - 1), jnp.int32(self.page_size))
+            pages.append((refs.page_indices[unit.row, page], offset))
         return pages
 
     # --- a consumer ---
 
-    def _consume(
-        self, refs: _Refs, w: jax.Array, unit: jax.Array, item: jax.Array, head: jax.Array, block: jax.Array
-    ) -> None:
-        plgpu.barrier_wait(refs.q_ready.at[w])
+    def _consume(self, refs: _Refs, w: jax.Array, unit: _Unit) -> None:
+        _wait(refs, "q_ready", w)
         refs.q_rows[w] = self._load_rows(refs.q_stage.at[w])
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.q_free.at[w])
@@ -245,45 +256,42 @@ class Kernel:
         acc = plgpu.layout_cast(jnp.zeros((ROWS, self.head_dim), jnp.float32), _MATRIX)
         row_max = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _COLUMN)
         row_sum = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _COLUMN)
-        step = partial(self._attend_to_block, refs, w, item, block)
-        acc, row_max, row_sum = lax.fori_loop(0, refs.items[item, Item.NUM_BLOCKS], step, (acc, row_max, row_sum))
+        step = partial(self._attend_to_block, refs, w, unit, refs.scales[0])
+        acc, row_max, row_sum = lax.fori_loop(0, unit.num_blocks, step, (acc, row_max, row_sum))
 
         seen = row_sum > 0
-        factor = refs.scales[1] / jnp.where(seen, row_sum, 1.0)
-        acc = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
-        lse = jnp.where(seen, (row_max + jnp.log2(jnp.where(seen, row_sum, 1.0))) / _LOG2_E, -jnp.inf)
-        plgpu.store(refs.lse.at[item, head, pl.ds(w * ROWS, ROWS)], lse, optimized=False)
+        row_sum = jnp.where(seen, row_sum, 1.0)
+        acc = acc * lax.broadcast_in_dim(refs.scales[1] / row_sum, acc.shape, [0])
+        lse = jnp.where(seen, (row_max + jnp.log2(row_sum)) / _LOG2_E, -jnp.inf)
+        slot = (unit.item, unit.head, pl.ds(w * ROWS, ROWS))
+        plgpu.store(refs.lse.at[slot], lse, optimized=False)
         if self.partial_output:
-            plgpu.store(refs.out.at[item, head, pl.ds(w * ROWS, ROWS)], acc, optimized=False)
+            plgpu.store(refs.out.at[slot], acc, optimized=False)
         else:
-            self._store_tokens(refs, w, item, head, acc.astype(self.dtype))
+            self._store_tokens(refs, w, unit, acc.astype(self.dtype))
 
     def _attend_to_block(
-        self, refs: _Refs, w: jax.Array, item: jax.Array, block: jax.Array, j: jax.Array, carry: Any
+        self, refs: _Refs, w: jax.Array, unit: _Unit, scale: jax.Array, j: jax.Array, carry: Any
     ) -> Any:
         acc, row_max, row_sum = carry
-        slot = lax.rem(block + j, jnp.int32(self.tiles.stages))
-        kv_len, position = refs.items[item, Item.KV_LEN], refs.items[item, Item.POSITION]
-        kv_start = refs.items[item, Item.KV_START] + j * self.tiles.block_kv
+        slot = lax.rem(unit.blocks_before + j, jnp.int32(self.tiles.stages))
+        kv_start = unit.kv_start + j * self.tiles.block_kv
         kv_end = kv_start + self.tiles.block_kv
 
-        plgpu.barrier_wait(refs.k_ready.at[slot])
+        _wait(refs, "k_ready", slot)
         s = self._scores(refs.q_rows.at[w], refs.k.at[slot])
         plgpu.barrier_arrive(refs.k_free.at[slot])
 
-        s = s * refs.scales[0]
+        s = s * scale
         if self.soft_cap is not None:
             # tanh(x) = 1 - 2 / (e^2x + 1): the hardware's own tanh is exact to 11 bits only.
-            e = jnp.exp2(s * (2 * _LOG2_E / self.soft_cap))
-            s = self.soft_cap * _LOG2_E * (1.0 - 2.0 / (e + 1.0))
-        last_position = position + refs.items[item, Item.NUM_TOKENS] - 1
-        seen_by_all = kv_end <= kv_len
+            s = self.soft_cap * _LOG2_E * (1.0 - 2.0 / (jnp.exp2(s * (2 * _LOG2_E / self.soft_cap)) + 1.0))
+        all_seen = kv_end <= unit.kv_len
         if self.causal:
-            seen_by_all &= kv_end <= position + 1
+            all_seen &= kv_end <= unit.position + 1
         if self.sliding_window is not None:
-            seen_by_all &= kv_start > last_position - self.sliding_window
-        mask = partial(self._mask, w * self.tokens + position, kv_start, kv_len)
-        s = lax.cond(seen_by_all, lambda s: s, mask, s)
+            all_seen &= kv_start > unit.position + unit.num_tokens - 1 - self.sliding_window
+        s = lax.cond(all_seen, lambda s: s, partial(self._mask, w, unit, kv_start), s)
 
         new_max = jnp.maximum(row_max, jnp.max(s, axis=1))
         # exp2(-inf - -inf) would be NaN, in rows that have seen nothing yet.
@@ -293,8 +301,8 @@ class Kernel:
         row_sum = row_sum * shrink + jnp.sum(p, axis=1)
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
 
-        plgpu.barrier_wait(refs.v_ready.at[slot])
-        pl.when(kv_end > kv_len)(partial(self._clean_values, refs, w, slot, kv_len - kv_start))
+        _wait(refs, "v_ready", slot)
+        pl.when(kv_end > unit.kv_len)(partial(self._clean_values, refs, w, slot, unit.kv_len - kv_start))
         acc = self._add_values(acc, p.astype(self.dtype), refs.v.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return acc, new_max, row_sum
@@ -314,12 +322,13 @@ class Kernel:
             return acc
         return pl.run_state(lambda ref: plgpu.wgmma(ref, p, v))(_compat.ACC.init(acc))
 
-    def _mask(self, position: jax.Array, kv_start: jax.Array, kv_len: jax.Array, s: jax.Array) -> jax.Array:
-        """-inf for keys that a row may not see. `position` is that of the warpgroup's first row."""
+    def _mask(self, w: jax.Array, unit: _Unit, kv_start: jax.Array, s: jax.Array) -> jax.Array:
+        """-inf for keys that a row may not see."""
         iota = partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=_MATRIX)
         kv_pos = kv_start + iota(1)
-        q_pos = position + lax.shift_right_logical(iota(0), jnp.int32(self.group.bit_length() - 1))
-        seen = kv_pos < kv_len
+        token = w * self.tokens + lax.shift_right_logical(iota(0), jnp.int32(self.group.bit_length() - 1))
+        q_pos = unit.position + token
+        seen = kv_pos < unit.kv_len
         if self.causal:
             seen &= kv_pos <= q_pos
         if self.sliding_window is not None:
@@ -345,14 +354,14 @@ class Kernel:
         plgpu.barrier_arrive(refs.v_clean)
         plgpu.barrier_wait(refs.v_clean)
 
-    def _store_tokens(self, refs: _Refs, w: jax.Array, item: jax.Array, head: jax.Array, out: jax.Array) -> None:
+    def _store_tokens(self, refs: _Refs, w: jax.Array, unit: _Unit, out: jax.Array) -> None:
         """Writes the item's tokens and no others: what follows in memory is another row's."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous unit's, out of the same stage
         self._store_rows(refs.out_stage.at[w], out)
         plgpu.commit_smem()
-        token = refs.items[item, Item.TOKEN] + w * self.tokens
-        num_tokens = jnp.clip(refs.items[item, Item.NUM_TOKENS] - w * self.tokens, 0, self.tokens)
-        heads = pl.ds(head * self.group, self.group)
+        token = unit.token + w * self.tokens
+        num_tokens = jnp.clip(unit.num_tokens - w * self.tokens, 0, self.tokens)
+        heads = pl.ds(unit.head * self.group, self.group)
         # A copy has a static size, so the count is made up of powers of two.
         n = 1 if self.one_token else self.tokens
         while n:
@@ -388,6 +397,10 @@ class Kernel:
             plgpu.commit_smem()  # a copy may overwrite what was read
 
 
+def _wait(refs: _Refs, barrier: str, index: Any) -> None:
+    plgpu.barrier_wait(getattr(refs, barrier).at[index])
+
+
 # Of the 65,536 registers of an SM, per thread. What the producer gives up the consumers get.
-_PRODUCER_REGISTERS = 40
-_CONSUMER_REGISTERS = {1: 240, 2: 232}
+_PRODUCER_REGISTERS = 56
+_CONSUMER_REGISTERS = {1: 240, 2: 224}
