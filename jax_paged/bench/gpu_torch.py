@@ -2,7 +2,10 @@
 
 import statistics
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
+
+_FLEX = "torch.nn.attention.flex_attention"
 
 # "gathered": K and V are already contiguous, which a paged pool would first have to be made.
 RUNS = ("torch SDPA, gathered", "torch Flex, gathered", "torch Flex, paged")
@@ -17,8 +20,7 @@ def seconds_per_call(
         ImportError: there is no torch, or not this part of it.
         RuntimeError: torch sees no GPU.
     """
-    import torch
-
+    torch = import_module("torch")
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no GPU")
     num_q_heads, num_kv_heads, head_dim = shape
@@ -41,21 +43,19 @@ def _sdpa(torch: Any, q: Any, k: Any, v: Any, page_size: int) -> Callable[[], An
 
 
 def _flex(torch: Any, q: Any, k: Any, v: Any, page_size: int) -> Callable[[], Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
+    flex_attention = import_module(_FLEX).flex_attention
     mask = _causal_mask(torch, q, k)
     compiled = torch.compile(flex_attention)
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
 
 def _paged_flex(torch: Any, q: Any, k: Any, v: Any, page_size: int) -> Callable[[], Any]:
-    from torch.nn.attention.experimental._paged_attention import PagedAttention
-    from torch.nn.attention.flex_attention import flex_attention
-
+    flex_attention = import_module(_FLEX).flex_attention
+    paged_attention = import_module("torch.nn.attention.experimental._paged_attention")
     num_rows, num_kv_heads, kv_len, head_dim = k.shape
     page_size = 128  # its pages are the blocks of its mask
     pages_per_row = -(-kv_len // page_size)
-    paged = PagedAttention(num_rows * pages_per_row, page_size, num_rows, device="cuda")
+    paged = paged_attention.PagedAttention(num_rows * pages_per_row, page_size, num_rows, device="cuda")
     pool = (1, num_kv_heads, num_rows * pages_per_row * page_size, head_dim)
     k_pool, v_pool = (torch.zeros(pool, dtype=k.dtype, device="cuda") for _ in range(2))
     for row in range(num_rows):
@@ -69,14 +69,12 @@ def _paged_flex(torch: Any, q: Any, k: Any, v: Any, page_size: int) -> Callable[
 
 
 def _causal_mask(torch: Any, q: Any, k: Any) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     q_len, kv_len = q.shape[2], k.shape[2]
 
     def sees(b: Any, h: Any, q_index: Any, kv_index: Any) -> Any:
         return kv_index <= q_index + (kv_len - q_len)
 
-    return create_block_mask(sees, q.shape[0], None, q_len, kv_len, device="cuda")
+    return import_module(_FLEX).create_block_mask(sees, q.shape[0], None, q_len, kv_len, device="cuda")
 
 
 def _time(call: Callable[[], Any], torch: Any, repeats: int = 5, calls: int = 10) -> float:

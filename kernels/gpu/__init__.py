@@ -27,7 +27,7 @@ def supports(call: AttentionCall) -> str | None:
     if call.q_dtype not in _DTYPES:
         return f"q_dtype={call.q_dtype!r} must be {' or '.join(_DTYPES)}, which the tensor cores multiply; cast q"
     if call.kv_dtype != call.q_dtype:
-        return f"kv_dtype={call.kv_dtype!r} must be q's, {call.q_dtype!r}"
+        return f"kv_dtype={call.kv_dtype!r} must be that of q, {call.q_dtype!r}: the kernel converts nothing"
     if call.head_dim not in _HEAD_DIMS:
         return f"head_dim={call.head_dim} must be one of {', '.join(map(str, _HEAD_DIMS))}; pad q and the pool"
     if call.page_size not in _PAGE_SIZES:

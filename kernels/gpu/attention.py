@@ -91,7 +91,6 @@ class Kernel:
     page_size: int
     max_tokens: int
     dtype: jnp.dtype
-    kv_dtype: jnp.dtype
     one_token: bool
     partial_output: bool
     causal: bool
@@ -110,11 +109,11 @@ class Kernel:
 
     @property
     def smem_bytes(self) -> int:
-        return self.tiles.smem_bytes(self.head_dim, self.dtype.itemsize, self.kv_dtype.itemsize)
+        return self.tiles.smem_bytes(self.head_dim, self.dtype.itemsize)
 
     @property
     def bytes_in_flight(self) -> int:
-        return self.tiles.bytes_in_flight(self.head_dim, self.kv_dtype.itemsize)
+        return self.tiles.bytes_in_flight(self.head_dim, self.dtype.itemsize)
 
     @property
     def kv_blocks(self) -> KvBlocks:
