@@ -157,7 +157,7 @@ TOY_NUMERICS = {"decode": ([1, 20], [1, 1]), "mixed": ([20, 5], [1, 5])}
 
 def check_numerics(shape: str, mode: str, page_size: int, lens: tuple[list[int], list[int]], interpret: Any) -> float:
     """The kernel's error as a share of the reference's norm; NaN if it read what it must not."""
-    options = {"soft_cap": 30.0, "sliding_window": 100} if shape.startswith("gemma") else {}
+    options: dict[str, Any] = {"soft_cap": 30.0, "sliding_window": 100} if shape.startswith("gemma") else {}
     batch = make_batch(SHAPES[shape], *lens, page_size, poison=True)
     batch = Batch(**{**vars(batch), "options": options})
     got = np.asarray(batch.attend(*batch.arrays, implementation="pallas_gpu", interpret=interpret), np.float64)
@@ -234,9 +234,7 @@ def time_case(case: Case, interpret: Any) -> Iterator[Result]:
     }
     shape = SHAPES[case.shape]
     for name in gpu_torch.RUNS:
-        runs[name] = partial(
-            gpu_torch.seconds_per_call, name, shape, case.num_rows, case.kv_len, case.q_len, case.page_size
-        )
+        runs[name] = partial(gpu_torch.seconds_per_call, name, shape, case.num_rows, case.kv_len, case.q_len)
     for name, run in runs.items():
         try:
             yield Result(case, name, run())
@@ -244,9 +242,8 @@ def time_case(case: Case, interpret: Any) -> Iterator[Result]:
         except Exception as error:
             if name == "pallas_gpu":
                 raise
-            yield Result(
-                case, name, None, f"{type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"
-            )
+            first_line = (str(error).splitlines() or [""])[0]
+            yield Result(case, name, None, f"{type(error).__name__}: {first_line[:90]}")
 
 
 def format_result(result: Result, peak: dict[str, float]) -> str:

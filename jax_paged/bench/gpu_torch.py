@@ -11,9 +11,7 @@ _FLEX = "torch.nn.attention.flex_attention"
 RUNS = ("torch SDPA, gathered", "torch Flex, gathered", "torch Flex, paged")
 
 
-def seconds_per_call(
-    name: str, shape: tuple[int, int, int], num_rows: int, kv_len: int, q_len: int, page_size: int
-) -> float:
+def seconds_per_call(name: str, shape: tuple[int, int, int], num_rows: int, kv_len: int, q_len: int) -> float:
     """The median time of one call of a run named in `RUNS`, causal, in bfloat16.
 
     Raises:
@@ -30,10 +28,10 @@ def seconds_per_call(
 
     q, k, v = normal(num_q_heads, q_len), normal(num_kv_heads, kv_len), normal(num_kv_heads, kv_len)
     make = {RUNS[0]: _sdpa, RUNS[1]: _flex, RUNS[2]: _paged_flex}[name]
-    return _time(make(torch, q, k, v, page_size), torch)
+    return _time(make(torch, q, k, v), torch)
 
 
-def _sdpa(torch: Any, q: Any, k: Any, v: Any, page_size: int) -> Callable[[], Any]:
+def _sdpa(torch: Any, q: Any, k: Any, v: Any) -> Callable[[], Any]:
     attend = torch.nn.functional.scaled_dot_product_attention
     q_len, kv_len = q.shape[2], k.shape[2]
     mask = None
@@ -42,18 +40,18 @@ def _sdpa(torch: Any, q: Any, k: Any, v: Any, page_size: int) -> Callable[[], An
     return lambda: attend(q, k, v, attn_mask=mask, is_causal=q_len == kv_len, enable_gqa=True)
 
 
-def _flex(torch: Any, q: Any, k: Any, v: Any, page_size: int) -> Callable[[], Any]:
+def _flex(torch: Any, q: Any, k: Any, v: Any) -> Callable[[], Any]:
     flex_attention = import_module(_FLEX).flex_attention
     mask = _causal_mask(torch, q, k)
     compiled = torch.compile(flex_attention)
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
 
-def _paged_flex(torch: Any, q: Any, k: Any, v: Any, page_size: int) -> Callable[[], Any]:
+def _paged_flex(torch: Any, q: Any, k: Any, v: Any) -> Callable[[], Any]:
     flex_attention = import_module(_FLEX).flex_attention
     paged_attention = import_module("torch.nn.attention.experimental._paged_attention")
     num_rows, num_kv_heads, kv_len, head_dim = k.shape
-    page_size = 128  # its pages are the blocks of its mask
+    page_size = 128  # whatever the pool's: its pages are the blocks of its mask
     pages_per_row = -(-kv_len // page_size)
     paged = paged_attention.PagedAttention(num_rows * pages_per_row, page_size, num_rows, device="cuda")
     pool = (1, num_kv_heads, num_rows * pages_per_row * page_size, head_dim)
