@@ -15,6 +15,7 @@ import pytest
 from attention_cases import BY_NAME, CASES, Case, assert_matches_reference, make_batch, quick_attention, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged import kernels
 from jax_paged.kernels.gpu import _compat, aot, attention, supports, why_not_on
@@ -42,7 +43,7 @@ def fresh_interpreter() -> Iterator[None]:
 
 def interpreter() -> Any:
     # A race raises, and memory starts as NaN.
-    return _compat.interpreter_type()(detect_races=True, uninitialized_memory="nan")
+    return plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 
 
 def check(case: Case, dtype: str, seed: int = 0) -> None:

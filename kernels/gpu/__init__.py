@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..api import AttentionCall
 from . import _compat, launch, tiles
@@ -34,7 +35,7 @@ def supports(call: AttentionCall) -> str | None:
         return f"page_size={call.page_size} must be one of {', '.join(map(str, _PAGE_SIZES))}"
     if group > tiles.ROWS:
         return f"num_q_heads={call.num_q_heads} must be at most {tiles.ROWS} times num_kv_heads={call.num_kv_heads}"
-    if call.interpret and call.interpret is not True and not isinstance(call.interpret, _compat.interpreter_type()):
+    if call.interpret and call.interpret is not True and not isinstance(call.interpret, plgpu.InterpretGPUParams):
         return f"interpret={call.interpret!r} must be True or an InterpretGPUParams"
     capability = None if call.interpret else _compat.local_capability()
     return None if capability is None else why_not_on(capability)

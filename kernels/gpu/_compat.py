@@ -1,6 +1,5 @@
 """Where jax 0.11 and jax 0.12 name the same things of Pallas Mosaic GPU differently."""
 
-import inspect
 from typing import Any
 
 import jax
@@ -9,14 +8,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # As Any: to mypy the first is not exported, and the transforms are abstract.
 _GPU: Any = plgpu
 ACC = _GPU.ACC
-_NEW_NAMES = "out_type" in inspect.signature(plgpu.kernel).parameters
-
-
-def kernel(body: Any, *, out_type: Any, scratch_types: Any, **options: Any) -> Any:
-    """`plgpu.kernel`."""
-    if _NEW_NAMES:
-        return plgpu.kernel(body, out_type=out_type, scratch_types=scratch_types, **options)
-    return plgpu.kernel(body, out_shape=out_type, scratch_shapes=scratch_types, **options)
 
 
 def swizzled(swizzle_bytes: int, itemsize: int) -> tuple[Any, Any]:
@@ -24,23 +15,17 @@ def swizzled(swizzle_bytes: int, itemsize: int) -> tuple[Any, Any]:
     return _GPU.TilingTransform((8, swizzle_bytes // itemsize)), _GPU.SwizzleTransform(swizzle_bytes)
 
 
-def transposed(ref: Any) -> Any:
-    """A view of a matrix in shared memory with its axes exchanged."""
-    return ref.transpose((1, 0)) if hasattr(type(ref), "transpose") else plgpu.transpose_ref(ref, (1, 0))
+def store(ref: Any, value: Any) -> None:
+    """`ref[...] = value`, in whatever layout the value has. jax 0.11 has no name for it."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def interpret_params(interpret: Any) -> Any:
     """What `plgpu.kernel` takes as `interpret`, from a bool or the interpreter's parameters."""
-    return interpreter_type()() if interpret is True else interpret or None
-
-
-def interpreter_type() -> Any:
-    """`InterpretGPUParams`."""
-    if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-    return InterpretGPUParams
+    return plgpu.InterpretGPUParams() if interpret is True else interpret or None
 
 
 def num_sms() -> int:

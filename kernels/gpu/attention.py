@@ -62,17 +62,15 @@ class _Refs(NamedTuple):
 class _Unit(NamedTuple):
     """What a thread block does next: i32 scalars."""
 
-    number: jax.Array  # of those that the thread block did before
+    items: Any  # the table
+    number: jax.Array  # of units that the thread block did before
     item: jax.Array
     head: jax.Array  # of the KV heads
     blocks_before: jax.Array  # entries of the ring that its earlier units took
-    token: jax.Array  # the item's columns from here on: see `Item`
-    num_tokens: jax.Array
-    position: jax.Array
-    row: jax.Array
-    kv_len: jax.Array
-    kv_start: jax.Array
-    num_blocks: jax.Array
+
+    def read(self, column: Item) -> jax.Array:
+        """A column of the item. Read where it is used: held through the loops it would cost registers."""
+        return self.items[self.item, column]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +136,7 @@ class Kernel:
         """
         slots = (work.items.shape[0], self.num_kv_heads, self.tiles.consumers * ROWS)
         out = jax.ShapeDtypeStruct((*slots, self.head_dim), jnp.float32) if self.partial_output else q
-        call = _compat.kernel(
+        call = plgpu.kernel(
             self._body,
             out_type=(jax.ShapeDtypeStruct(out.shape, out.dtype), jax.ShapeDtypeStruct(slots, jnp.float32)),
             scratch_types=self._scratch(),
@@ -203,46 +201,45 @@ class Kernel:
             # what takes longest should start first.
             index = num_units - 1 - (first + i * self.tiles.num_blocks)
             index, head = lax.div(index, jnp.int32(self.num_kv_heads)), lax.rem(index, jnp.int32(self.num_kv_heads))
-            item = [refs.items[index, column] for column in Item]
-            do(_Unit(i, index, head, blocks_before, *item))
-            return blocks_before + item[Item.NUM_BLOCKS]
+            unit = _Unit(refs.items, i, index, head, blocks_before)
+            do(unit)
+            return blocks_before + unit.read(Item.NUM_BLOCKS)
 
         lax.fori_loop(0, steps, step, jnp.int32(0))
 
     # --- the producer ---
 
     def _produce(self, refs: _Refs, unit: _Unit) -> None:
-        heads = pl.ds(unit.head * self.group, self.group)
+        token, heads = unit.read(Item.TOKEN), pl.ds(unit.head * self.group, self.group)
         for w in range(self.tiles.consumers):
             pl.when(unit.number > 0)(partial(_wait, refs, "q_free", w))
-            tokens = pl.ds(unit.token + w * self.tokens, self.tokens)
+            tokens = pl.ds(token + w * self.tokens, self.tokens)
             plgpu.copy_gmem_to_smem(refs.q.at[tokens, heads], refs.q_stage.at[w], refs.q_ready.at[w])
 
-        @pl.loop(0, unit.num_blocks)
+        row, kv_len, kv_start = unit.read(Item.ROW), unit.read(Item.KV_LEN), unit.read(Item.KV_START)
+
+        @pl.loop(0, unit.read(Item.NUM_BLOCKS))
         def _(j: jax.Array) -> None:
-            entry = unit.blocks_before + j
+            entry, position = unit.blocks_before + j, kv_start + j * self.tiles.block_kv
             slot = lax.rem(entry, jnp.int32(self.tiles.stages))
-            pages = self._pages_of_block(refs, unit, unit.kv_start + j * self.tiles.block_kv)
-            rows = self.tiles.block_kv // len(pages)
             for head, ring in ((2 * unit.head, "k"), (2 * unit.head + 1, "v")):
                 pl.when(entry >= self.tiles.stages)(partial(_wait, refs, f"{ring}_free", slot))
-                buffer, ready = getattr(refs, ring), getattr(refs, f"{ring}_ready")
-                for i, (page, offset) in enumerate(pages):
-                    page_ref = refs.kv_pages.at[page, pl.ds(offset, rows), head]
-                    plgpu.copy_gmem_to_smem(page_ref, buffer.at[slot, pl.ds(i * rows, rows)], ready.at[slot])
+                self._copy_block(refs, head, ring, slot, row, position, kv_len)
 
-    def _pages_of_block(self, refs: _Refs, unit: _Unit, position: jax.Array) -> list[tuple[Any, Any]]:
-        """Page id and first slot of each copy that makes up the block of keys at `position`.
+    def _copy_block(
+        self, refs: _Refs, head: jax.Array, ring: str, slot: jax.Array, row: Any, position: Any, kv_len: Any
+    ) -> None:
+        """Starts the copies of the pages, or the piece of one, that hold the block at `position`.
 
         Beyond the row's last page it is that page again: what is copied there is not used, but it may be read.
         """
         rows = min(self.page_size, self.tiles.block_kv)
         offset = lax.rem(position, jnp.int32(self.page_size)) if rows < self.page_size else 0
-        pages = []
+        buffer, ready = getattr(refs, ring), getattr(refs, f"{ring}_ready")
         for i in range(0, self.tiles.block_kv, rows):
-            page = lax.div(lax.min(position + i, unit.kv_len - 1), jnp.int32(self.page_size))
-            pages.append((refs.page_indices[unit.row, page], offset))
-        return pages
+            page = lax.div(lax.min(position + i, kv_len - 1), jnp.int32(self.page_size))
+            page_ref = refs.kv_pages.at[refs.page_indices[row, page], pl.ds(offset, rows), head]
+            plgpu.copy_gmem_to_smem(page_ref, buffer.at[slot, pl.ds(i, rows)], ready.at[slot])
 
     # --- a consumer ---
 
@@ -255,41 +252,40 @@ class Kernel:
         acc = plgpu.layout_cast(jnp.zeros((ROWS, self.head_dim), jnp.float32), _MATRIX)
         row_max = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _COLUMN)
         row_sum = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _COLUMN)
-        step = partial(self._attend_to_block, refs, w, unit, refs.scales[0])
-        acc, row_max, row_sum = lax.fori_loop(0, unit.num_blocks, step, (acc, row_max, row_sum))
+        step = partial(self._attend_to_block, refs, w, unit)
+        acc, row_max, row_sum = lax.fori_loop(0, unit.read(Item.NUM_BLOCKS), step, (acc, row_max, row_sum))
 
         seen = row_sum > 0
         row_sum = jnp.where(seen, row_sum, 1.0)
         acc = acc * lax.broadcast_in_dim(refs.scales[1] / row_sum, acc.shape, [0])
         lse = jnp.where(seen, (row_max + jnp.log2(row_sum)) / _LOG2_E, -jnp.inf)
         slot = (unit.item, unit.head, pl.ds(w * ROWS, ROWS))
-        plgpu.store(refs.lse.at[slot], lse, optimized=False)
+        _compat.store(refs.lse.at[slot], lse)
         if self.partial_output:
-            plgpu.store(refs.out.at[slot], acc, optimized=False)
+            _compat.store(refs.out.at[slot], acc)
         else:
             self._store_tokens(refs, w, unit, acc.astype(self.dtype))
 
-    def _attend_to_block(
-        self, refs: _Refs, w: jax.Array, unit: _Unit, scale: jax.Array, j: jax.Array, carry: Any
-    ) -> Any:
+    def _attend_to_block(self, refs: _Refs, w: jax.Array, unit: _Unit, j: jax.Array, carry: Any) -> Any:
         acc, row_max, row_sum = carry
         slot = lax.rem(unit.blocks_before + j, jnp.int32(self.tiles.stages))
-        kv_start = unit.kv_start + j * self.tiles.block_kv
-        kv_end = kv_start + self.tiles.block_kv
+        kv_start = unit.read(Item.KV_START) + j * self.tiles.block_kv
+        kv_end, kv_len = kv_start + self.tiles.block_kv, unit.read(Item.KV_LEN)
 
         _wait(refs, "k_ready", slot)
         s = self._scores(refs.q_rows.at[w], refs.k.at[slot])
         plgpu.barrier_arrive(refs.k_free.at[slot])
 
-        s = s * scale
+        s = s * refs.scales[0]
         if self.soft_cap is not None:
             # tanh(x) = 1 - 2 / (e^2x + 1): the hardware's own tanh is exact to 11 bits only.
             s = self.soft_cap * _LOG2_E * (1.0 - 2.0 / (jnp.exp2(s * (2 * _LOG2_E / self.soft_cap)) + 1.0))
-        all_seen = kv_end <= unit.kv_len
+        all_seen = kv_end <= kv_len
         if self.causal:
-            all_seen &= kv_end <= unit.position + 1
+            all_seen &= kv_end <= unit.read(Item.POSITION) + 1
         if self.sliding_window is not None:
-            all_seen &= kv_start > unit.position + unit.num_tokens - 1 - self.sliding_window
+            last_position = unit.read(Item.POSITION) + unit.read(Item.NUM_TOKENS) - 1
+            all_seen &= kv_start > last_position - self.sliding_window
         s = lax.cond(all_seen, lambda s: s, partial(self._mask, w, unit, kv_start), s)
 
         new_max = jnp.maximum(row_max, jnp.max(s, axis=1))
@@ -301,14 +297,14 @@ class Kernel:
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
 
         _wait(refs, "v_ready", slot)
-        pl.when(kv_end > unit.kv_len)(partial(self._clean_values, refs, w, slot, unit.kv_len - kv_start))
+        pl.when(kv_end > kv_len)(partial(self._clean_values, refs, w, slot, kv_len - kv_start))
         acc = self._add_values(acc, p.astype(self.dtype), refs.v.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return acc, new_max, row_sum
 
     def _scores(self, q: Any, k: Any) -> jax.Array:
         def multiply(ref: Any) -> jax.Array:
-            plgpu.wgmma(ref, q, _compat.transposed(k))
+            plgpu.wgmma(ref, q, k.transpose((1, 0)))
             return ref[...]
 
         self._read_plainly(q, k)
@@ -326,8 +322,8 @@ class Kernel:
         iota = partial(plgpu.broadcasted_iota, jnp.int32, s.shape, layout=_MATRIX)
         kv_pos = kv_start + iota(1)
         token = w * self.tokens + lax.shift_right_logical(iota(0), jnp.int32(self.group.bit_length() - 1))
-        q_pos = unit.position + token
-        seen = kv_pos < unit.kv_len
+        q_pos = unit.read(Item.POSITION) + token
+        seen = kv_pos < unit.read(Item.KV_LEN)
         if self.causal:
             seen &= kv_pos <= q_pos
         if self.sliding_window is not None:
@@ -346,7 +342,7 @@ class Kernel:
                     ref = refs.v.at[slot, pl.ds(i, ROWS), pl.ds(c, columns)]
                     v = plgpu.load(ref, layout=_MATRIX, optimized=False)
                     index = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=_MATRIX)
-                    plgpu.store(ref, jnp.where(index < num_valid - i, v, jnp.zeros_like(v)), optimized=False)
+                    _compat.store(ref, jnp.where(index < num_valid - i, v, jnp.zeros_like(v)))
             plgpu.commit_smem()
 
         # All consumers of a block meet here, at most once in an item.
@@ -358,8 +354,8 @@ class Kernel:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous unit's, out of the same stage
         self._store_rows(refs.out_stage.at[w], out)
         plgpu.commit_smem()
-        token = unit.token + w * self.tokens
-        num_tokens = jnp.clip(unit.num_tokens - w * self.tokens, 0, self.tokens)
+        token = unit.read(Item.TOKEN) + w * self.tokens
+        num_tokens = jnp.clip(unit.read(Item.NUM_TOKENS) - w * self.tokens, 0, self.tokens)
         heads = pl.ds(unit.head * self.group, self.group)
         # A copy has a static size, so the count is made up of powers of two.
         n = 1 if self.one_token else self.tokens
@@ -386,7 +382,7 @@ class Kernel:
         if self.interpret:
             ref[...] = rows.reshape(ref.shape)
         else:
-            plgpu.store(ref.reshape(ROWS, self.head_dim), rows, optimized=False)
+            _compat.store(ref.reshape(ROWS, self.head_dim), rows)
 
     def _read_plainly(self, *refs: Any) -> None:
         """Under interpretation, reads what wgmma is about to read, which the race detector does not watch."""
@@ -401,5 +397,5 @@ def _wait(refs: _Refs, barrier: str, index: Any) -> None:
 
 
 # Of the 65,536 registers of an SM, per thread. What the producer gives up the consumers get.
-_PRODUCER_REGISTERS = 56
-_CONSUMER_REGISTERS = {1: 240, 2: 224}
+_PRODUCER_REGISTERS = 40
+_CONSUMER_REGISTERS = {1: 248, 2: 232}
