@@ -1,0 +1,245 @@
+"""The GPU kernel: in interpret mode, watched for races, against the reference; its plans; and the real compiler."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import BY_NAME, CASES, Case, assert_matches_reference, make_batch, quick_attention, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_paged import kernels
+from jax_paged.kernels.gpu import _compat, aot, attention, supports, why_not_on
+from jax_paged.kernels.gpu.launch import kernels_of
+from jax_paged.kernels.gpu.work import Item, KvBlocks, Work, merge_parts, plan_decode, plan_prefill
+
+# One case for each thing the kernel does differently; the other named cases run with --long. Cases that differ in
+# lengths alone share a compilation, which is most of the time.
+QUICK = (
+    ("mixed", "bfloat16"),
+    ("empty_rows", "bfloat16"),
+    ("fewer_keys_than_queries", "bfloat16"),
+    ("chunked", "bfloat16"),
+    ("everything", "float16"),
+)
+# What is refused by name, and tested as such.
+REFUSED = {"group_1_dim_80", "page_size_1", "int8_kv", "fp8_kv", "bfloat16_kv", "float32_kv"}
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter() -> Iterator[None]:
+    yield
+    _compat.reset_interpreter()
+
+
+def interpreter() -> Any:
+    # A race raises, and memory starts as NaN.
+    return plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
+
+
+def check(case: Case, dtype: str, seed: int = 0) -> None:
+    batch = make_batch(case, seed, jnp.dtype(dtype))
+    out, lse = quick_attention()(
+        *batch.arrays, **batch.options, return_lse=True, implementation="pallas_gpu", interpret=interpreter()
+    )
+    want_out, want_lse = reference(batch)
+    assert_matches_reference(out, want_out, dtype)
+    assert_matches_reference(lse, want_lse, dtype)
+
+
+@pytest.mark.parametrize(("name", "dtype"), QUICK)
+def test_named_case_matches_the_reference_without_races(name: str, dtype: str) -> None:
+    check(BY_NAME[name], dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.name not in REFUSED], ids=str)
+def test_every_named_case_matches_the_reference_without_races(
+    case: Case, dtype: str, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--long"):
+        pytest.skip("runs with --long")
+    check(case, dtype)
+
+
+def test_a_long_sequence_is_split_and_merged_without_races() -> None:
+    case = Case(
+        name="split", kv_lens=(300, 3, 0), q_lens=(1,) * 3, num_kv_heads=1, max_seqs=3, max_tokens=3, sinks=True
+    )
+    batch = make_batch(case, 1, jnp.bfloat16)
+    call = replace(aot.Spec(shape="llama3-8b", mode="decode", page_size=16).call(), max_seqs=3, num_kv_heads=1)
+    assert kernels_of(call, num_sms=4)["paged_decode"].partial_output
+    out, lse = kernels.paged_attention(
+        batch.q, batch.kv_pages, batch.page_indices, batch.kv_lens, **batch.options, return_lse=True,
+        implementation="pallas_gpu", interpret=interpreter(),
+    )  # fmt: skip
+    want_out, want_lse = reference(batch)
+    assert_matches_reference(out, want_out, "bfloat16")
+    assert_matches_reference(lse, want_lse, "bfloat16")
+
+
+def test_float16_does_not_overflow_where_the_result_fits() -> None:
+    # Unnormalised sums of 40 values of about 6e4 are far beyond float16, whose largest number is 65504.
+    case = BY_NAME["decode_one_row"]
+    batch = make_batch(case, 0, jnp.float16)
+    pages = np.array(batch.kv_pages, np.float32)
+    pages[:, :, 1::2] = 6e4 + 100 * pages[:, :, 1::2]
+    pages = jnp.asarray(pages, jnp.float16)
+    arrays = (batch.q, pages, *batch.arrays[2:])
+    out = quick_attention()(*arrays, **batch.options, implementation="pallas_gpu", interpret=interpreter())
+    want, _ = reference(replace(batch, kv_pages=pages))
+    assert_matches_reference(out, want, "float16")
+
+
+PAGE = 16
+lengths = st.one_of(st.sampled_from([0, 1, PAGE - 1, PAGE, PAGE + 1, 6 * PAGE, 6 * PAGE + 1]), st.integers(0, 7 * PAGE))
+
+
+@st.composite
+def ragged_rows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    kv_lens, q_lens, room = [], [], 24
+    for _ in range(draw(st.integers(0, 4))):
+        kv_lens.append(draw(lengths))
+        q_lens.append(min(room, draw(st.one_of(st.sampled_from([0, 1, 1, 2]), st.integers(0, 20)))))
+        room -= q_lens[-1]
+    return tuple(kv_lens), tuple(q_lens)
+
+
+RANDOM = Case(name="random", kv_lens=(), q_lens=(), max_seqs=4, max_tokens=24, max_kv_len=112, pool_tokens=448)
+
+
+@settings(max_examples=400 if settings.default.max_examples > 100 else 6)
+@given(rows=ragged_rows(), seed=st.integers(0, 3))
+def test_random_ragged_batches_match_the_reference_without_races(
+    rows: tuple[tuple[int, ...], tuple[int, ...]], seed: int
+) -> None:
+    check(replace(RANDOM, kv_lens=rows[0], q_lens=rows[1], num_kv_heads=1), "bfloat16", seed)
+
+
+@pytest.mark.parametrize("barrier", ["k_ready", "v_ready", "k_free", "v_free"])
+def test_a_missing_wait_is_seen_by_the_race_detector(
+    barrier: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if barrier != "k_ready" and not request.config.getoption("--long"):
+        pytest.skip("runs with --long")
+    wait = attention._wait
+
+    def forgetful(refs: Any, name: str, index: Any) -> None:
+        if name != barrier:
+            wait(refs, name, index)
+
+    monkeypatch.setattr(attention, "_wait", forgetful)
+    case = Case(name="race", kv_lens=(640,), q_lens=(1,), max_seqs=1, max_tokens=1, num_kv_heads=1, max_kv_len=640)
+    batch = make_batch(case, 0, jnp.bfloat16)
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        jax.block_until_ready(
+            kernels.paged_attention(
+                batch.q, batch.kv_pages, batch.page_indices, batch.kv_lens,
+                sm_scale=0.123, implementation="pallas_gpu", interpret=interpreter(),
+            )
+        )  # fmt: skip
+
+
+# --- plans ---
+
+BLOCK = 64
+seq_lens = st.lists(st.integers(0, 2000), min_size=1, max_size=9)
+windows = st.one_of(st.none(), st.integers(1, 500))
+
+
+@given(kv_lens=seq_lens, max_parts=st.integers(0, 40), window=windows)
+def test_parts_of_a_sequence_cover_its_keys_once(kv_lens: list[int], max_parts: int, window: int | None) -> None:
+    rows = len(kv_lens)
+    blocks = KvBlocks(BLOCK, PAGE, True, window)
+    tokens = jnp.arange(rows)
+    plan = plan_decode(jnp.array(kv_lens), tokens, tokens >= 0, max_parts=max_parts, kv_blocks=blocks)
+    items = np.asarray(plan.items)[: int(plan.num_items[0])]
+    assert len(items) <= rows + max_parts
+    assert (np.diff(items[:, Item.ROW]) >= 0).all()
+    for row, kv_len in enumerate(kv_lens):
+        parts = items[items[:, Item.ROW] == row]
+        seen = [pos for part in parts for pos in range(part[Item.KV_START], part[Item.KV_START] + part[6] * BLOCK)]
+        first = 0 if window is None else max(kv_len - window, 0) // PAGE * PAGE
+        assert seen == list(range(first, first + len(seen)))
+        assert first + len(seen) >= kv_len > first + len(seen) - BLOCK or (kv_len == 0 and not seen)
+
+
+@given(q_lens=st.lists(st.integers(0, 90), min_size=1, max_size=7), tokens_per_item=st.sampled_from([4, 16, 32]))
+def test_items_of_a_prefill_cover_its_tokens_once(q_lens: list[int], tokens_per_item: int) -> None:
+    num_tokens = sum(q_lens)
+    first_tokens = np.cumsum([0, *q_lens[:-1]])
+    plan = plan_prefill(
+        jnp.array(q_lens) + 5, jnp.array(q_lens), jnp.array(first_tokens),
+        max_tokens=num_tokens, tokens_per_item=tokens_per_item, kv_blocks=KvBlocks(BLOCK, PAGE, True, None),
+    )  # fmt: skip
+    items = np.asarray(plan.items)
+    used = items[: int(plan.num_items[0])]
+    covered = [t for item in used for t in range(item[Item.TOKEN], item[Item.TOKEN] + item[Item.NUM_TOKENS])]
+    assert covered == list(range(num_tokens))
+    assert (items[len(used) :, Item.NUM_TOKENS] == 0).all()
+    assert (used[:, Item.NUM_BLOCKS] * BLOCK >= used[:, Item.POSITION] + used[:, Item.NUM_TOKENS]).all()
+
+
+def test_merging_parts_is_merging_states() -> None:
+    rng = np.random.default_rng(0)
+    out, lse = rng.standard_normal((4, 3, 8)), rng.standard_normal((4, 3))
+    out[3] = lse[3] = np.nan  # an unused item
+    items = np.zeros((4, len(Item)), np.int32)
+    items[:, Item.ROW] = [0, 0, 2, 2]
+    lse[2] = -np.inf  # sees nothing
+    work = Work(jnp.asarray(items), jnp.array([3]))
+    got_out, got_lse = merge_parts(jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32), work, 3)
+    want_out, want_lse = kernels.merge_states(*(jnp.asarray(x, jnp.float32) for x in (out[0], lse[0], out[1], lse[1])))
+    np.testing.assert_allclose(got_out[0], want_out, rtol=1e-6)
+    np.testing.assert_allclose(got_lse[0], want_lse, rtol=1e-6)
+    np.testing.assert_array_equal(got_out[1:], 0)
+    np.testing.assert_array_equal(got_lse[1:], -np.inf)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_dtype": "float32", "kv_dtype": "float32"}, "q_dtype='float32'"),
+        ({"kv_dtype": "float16"}, "kv_dtype='float16'"),
+        ({"head_dim": 80}, "head_dim=80"),
+        ({"page_size": 1}, "page_size=1"),
+        ({"num_q_heads": 128, "num_kv_heads": 1}, "num_q_heads=128"),
+        ({"interpret": "yes"}, "interpret='yes'"),
+    ],
+)
+def test_what_the_kernel_cannot_do_it_refuses_by_name(change: dict[str, Any], message: str) -> None:
+    call = aot.Spec(shape="llama3-8b", mode="mixed", page_size=16).call()
+    assert supports(call) is None
+    reason = supports(replace(call, **change))
+    assert reason is not None
+    assert message in reason
+
+
+def test_a_gpu_that_is_not_a_hopper_is_refused_by_its_capability() -> None:
+    assert why_not_on("9.0") is None
+    assert "'10.0'" in str(why_not_on("10.0"))
+    assert "'8.0'" in str(why_not_on("8.0"))
+
+
+# --- the compiler ---
+
+
+def test_the_kernel_compiles_for_an_h200_without_spills(plain_env: dict[str, str]) -> None:
+    if missing := aot.missing_toolchain():
+        pytest.skip(missing)
+    command = [sys.executable, "-m", "jax_paged.kernels.gpu.aot", "--gpus", "h200", "--shapes", "gemma3-4b"]
+    result = subprocess.run(
+        [*command, "--modes", "mixed", "--pages", "16"], env=plain_env, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "paged_prefill" in result.stdout
