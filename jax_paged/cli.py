@@ -1,4 +1,4 @@
-"""The command line: `jax-paged generate | chat | bench | env`.
+"""The command line: `jax-paged generate | chat | bench | kernels | env`.
 
 Nothing here imports jax until a command needs it. What a person asked for goes to standard output, all else to
 standard error. A mistake of the caller's is one line there and exit code 2.
@@ -36,7 +36,8 @@ _MIN_MODEL_LEN = 2048
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = _parser(argv[:1] == ["kernels"]).parse_args(argv)
     try:
         return args.command(args) or 0
     except KeyboardInterrupt:
@@ -44,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has gone; keep the interpreter from complaining at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, NotImplementedError, OSError, RuntimeError) as error:
+    except (ValueError, NotImplementedError, OSError, RuntimeError, ImportError) as error:
         if os.environ.get("JAX_PAGED_TRACEBACK"):
             raise
         print(f"jax-paged: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(for_kernels: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jax-paged", description="Language models in JAX on a paged KV pool and a prefix tree."
     )
@@ -79,6 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--model", default=_DEFAULT_MODEL)
     bench.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     bench.set_defaults(command=_bench)
+
+    kernels = commands.add_parser("kernels", help="compile the TPU kernel for chips that are not here, and count")
+    if for_kernels:  # whose options come from what imports jax
+        from jax_paged import kernels_report
+
+        kernels_report.add_arguments(kernels)
+        kernels.set_defaults(command=kernels_report.main)
 
     env = commands.add_parser("env", help="versions, devices, and which kernel runs")
     env.set_defaults(command=_env)

@@ -150,11 +150,12 @@ def test_a_missing_wait_is_seen_by_the_race_detector(
 # --- plans ---
 
 BLOCK = 64
-seq_lens = st.lists(st.integers(0, 2000), min_size=1, max_size=9)
+# Few sizes, since each is compiled anew; rows of length 0 are among them.
+seq_lens = st.lists(st.integers(0, 2000), min_size=9, max_size=9)
 windows = st.one_of(st.none(), st.integers(1, 500))
 
 
-@given(kv_lens=seq_lens, max_parts=st.integers(0, 40), window=windows)
+@given(kv_lens=seq_lens, max_parts=st.sampled_from([0, 1, 9, 40]), window=windows)
 def test_parts_of_a_sequence_cover_its_keys_once(kv_lens: list[int], max_parts: int, window: int | None) -> None:
     rows = len(kv_lens)
     blocks = KvBlocks(BLOCK, PAGE, True, window)
@@ -171,13 +172,13 @@ def test_parts_of_a_sequence_cover_its_keys_once(kv_lens: list[int], max_parts: 
         assert first + len(seen) >= kv_len > first + len(seen) - BLOCK or (kv_len == 0 and not seen)
 
 
-@given(q_lens=st.lists(st.integers(0, 90), min_size=1, max_size=7), tokens_per_item=st.sampled_from([4, 16, 32]))
+@given(q_lens=st.lists(st.integers(0, 90), min_size=7, max_size=7), tokens_per_item=st.sampled_from([4, 16, 32]))
 def test_items_of_a_prefill_cover_its_tokens_once(q_lens: list[int], tokens_per_item: int) -> None:
     num_tokens = sum(q_lens)
     first_tokens = np.cumsum([0, *q_lens[:-1]])
     plan = plan_prefill(
         jnp.array(q_lens) + 5, jnp.array(q_lens), jnp.array(first_tokens),
-        max_tokens=num_tokens, tokens_per_item=tokens_per_item, kv_blocks=KvBlocks(BLOCK, PAGE, True, None),
+        max_tokens=640, tokens_per_item=tokens_per_item, kv_blocks=KvBlocks(BLOCK, PAGE, True, None),
     )  # fmt: skip
     items = np.asarray(plan.items)
     used = items[: int(plan.num_items[0])]
