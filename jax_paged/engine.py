@@ -24,7 +24,7 @@ from jax_paged.errors import InvariantError, RequestError
 from jax_paged.ledger import Commands, StepPlan, StepResult
 from jax_paged.memory import plan_pool
 from jax_paged.models.llama import Llama
-from jax_paged.models.load import LoadedModel, load
+from jax_paged.models.load import DTYPES, LoadedModel, load
 from jax_paged.radix import CacheEvent, RadixTree
 from jax_paged.request import CompletionOutput, Request, RequestOutput, SamplingParams, Sequence
 from jax_paged.sampling import MAX_BIASES
@@ -134,6 +134,8 @@ class LLM:
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"{dtype=} must be one of {', '.join(DTYPES)}")
         for name, size in (
             ("page_size", page_size),
             ("max_seqs", max_seqs),
@@ -502,6 +504,12 @@ class LLM:
         if not params.ignore_eos:
             stop |= set(getattr(self.config, "eos_token_ids", ()))
         self._check_token_ids(params, stop)
+        try:
+            hash(namespace)
+        except TypeError:
+            raise RequestError(f"{namespace=} cannot be hashed; give a name, a number or a tuple of them") from None
+        if not isinstance(priority, int):
+            raise RequestError(f"{priority=} must be an integer; lower goes first")
         if self._exact and (params.prompt_logprobs is not None or "score_from" in options):
             raise NotImplementedError("log-probabilities of a prompt's tokens are not supported with exact=True")
         request_id = self._next_id
@@ -539,11 +547,21 @@ class LLM:
             )
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        ids = self._need_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            ids: list[Any] = self._need_tokenizer("a text prompt").encode(prompt)
+        else:
+            try:
+                ids = np.asarray(prompt).tolist() if hasattr(prompt, "__array__") else list(prompt)
+            except TypeError:
+                raise RequestError(f"the prompt {prompt!r} is neither text nor a list of token ids") from None
         if not ids:
             raise RequestError(f"the prompt {prompt!r} has no tokens; give at least one")
         for token in ids:
-            if not isinstance(token, int | np.integer) or not 0 <= token < self.config.vocab_size:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int | np.integer)
+                or not 0 <= token < self.config.vocab_size
+            ):
                 raise RequestError(f"{token!r} is not a token id of this model: 0 <= id < {self.config.vocab_size}")
         return [int(token) for token in ids]
 
@@ -570,6 +588,16 @@ class LLM:
                 self._undelivered[output.request_id] = output
 
     def _advance(self, max_steps: int) -> list[RequestOutput]:
+        try:
+            return self._step(max_steps)
+        except BaseException:  # most likely Ctrl-C: nobody knows how far the step came, on the device or in the books
+            requests = list(self._requests.values())
+            self._scheduler.start_over(requests)
+            self._cache = pages.init_cache(self.spec)
+            self._deliver([self._end(request) for request in requests if request.finished])
+            raise
+
+    def _step(self, max_steps: int) -> list[RequestOutput]:
         plan = self._scheduler.plan(self._max_tokens(), max_steps)
         if plan is None:
             return []
@@ -578,12 +606,7 @@ class LLM:
             request = row.seq.request
             if request.times.first_scheduled_s is None:
                 request.times = replace(request.times, first_scheduled_s=now)
-        try:
-            result = self._dispatch(plan, self._variant(self._bucket(plan), plan))
-        except BaseException:  # most likely Ctrl-C, while it waited for the device: nobody knows what the step did
-            self._scheduler.start_over()
-            self._cache = pages.init_cache(self.spec)
-            raise
+        result = self._dispatch(plan, self._variant(self._bucket(plan), plan))
         changed = self._scheduler.commit(plan, result)
         if self._debug_checks:
             self.check()
@@ -734,5 +757,8 @@ def _prompt_list(prompts: Prompt | AnySequence[Prompt]) -> list[Prompt]:
     """Tells one prompt from several: token ids are numbers, prompts are not."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int | np.integer) else prompts
+    try:
+        each: list[Any] = np.asarray(prompts).tolist() if hasattr(prompts, "__array__") else list(prompts)
+    except TypeError:
+        raise RequestError(f"the prompts {prompts!r} are neither text nor lists of token ids") from None
+    return [each] if each and isinstance(each[0], int | np.integer) else each

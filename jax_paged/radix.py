@@ -397,18 +397,22 @@ class RadixTree:
                 del self._tops[parent.namespace]
                 detach(parent)
 
-    def reset(self) -> list[int] | None:
+    def reset(self, force: bool = False) -> list[int] | None:
         """Empties the tree, as it must be when the weights change, and forgets what was evicted before.
+
+        Args:
+          force: whatever is locked: for a holder that has lost its books. Nodes from before must not be used again.
 
         Returns:
           All page ids, ascending, the caller's from now on. None, and nothing has changed, while any lock is held:
           be it of an empty match, its holder is at work and would insert what it computed before the reset.
         """
-        if self.root.locks:
+        if self.root.locks and not force:
             return None
         freed = sorted(self._held)
         for node in list(self._nodes()):
             detach(node)
+        self.root.locks = self.root.own_locks = 0
         self._clear()
         self._listener.tell("reset", None, b"", freed)
         return freed

@@ -1,6 +1,7 @@
 """What a caller asks for, what comes back, and a sequence on its way between the two. No jax here."""
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ __all__ = [
 
 MAX_LOGPROBS = 32  # most alternatives that are reported for a token
 MAX_LOGIT_BIAS = 300  # most entries of a logit_bias, as in OpenAI's API
+
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_LARGEST = 1e9  # of what is added to logits: far above any, and still far from float32's end after all that follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        self._check_types()
         self._check_numbers()
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be >= 1, or None for up to the model's length")
@@ -83,8 +87,46 @@ class SamplingParams:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are supported")
         for token, bias in self.logit_bias.items():
-            if token < 0 or math.isnan(bias) or bias == math.inf:
-                raise ValueError(f"logit_bias[{token}]={bias} must be a finite number or -inf, of a token id >= 0")
+            if token < 0 or not (abs(bias) <= _LARGEST or bias == -math.inf):
+                raise ValueError(
+                    f"logit_bias[{token}]={bias} must be at most {_LARGEST:g} in size, or -inf, of a token id >= 0"
+                )
+
+    def _check_types(self) -> None:
+        """Makes each option what its type says, or tells which one cannot be."""
+
+        def integers(values: Any) -> tuple[int, ...]:
+            return tuple(map(operator.index, values))
+
+        def strings(values: Any) -> tuple[str, ...]:
+            values = (values,) if isinstance(values, str) else tuple(values)
+            if not all(isinstance(value, str) for value in values):
+                raise TypeError
+            return values
+
+        def biases(values: Any) -> dict[int, float]:
+            return {operator.index(token): float(bias) for token, bias in dict(values).items()}
+
+        kinds: list[tuple[str, Callable[[Any], Any], tuple[str, ...]]] = [
+            ("an integer", operator.index, ("n", "top_k", "min_tokens")),
+            ("an integer or None", operator.index, ("max_tokens", "seed", "logprobs", "prompt_logprobs")),
+            ("a number", float, ("temperature", "top_p", "min_p", *_PENALTIES)),
+            ("True or False", lambda value: {True: True, False: False}[value], ("ignore_eos",)),
+            ("a string or a list of strings", strings, ("stop",)),
+            ("a list of token ids", integers, ("stop_token_ids",)),
+            ("a dictionary from token ids to numbers", biases, ("logit_bias",)),
+        ]
+        for kind, convert, names in kinds:
+            for name in names:
+                value = getattr(self, name)
+                if value is None and kind.endswith("None"):
+                    continue
+                try:
+                    if isinstance(value, str) and convert is float:
+                        raise TypeError
+                    object.__setattr__(self, name, convert(value))
+                except (TypeError, ValueError, KeyError, OverflowError):
+                    raise ValueError(f"{name}={value!r} must be {kind}") from None
 
     def _check_numbers(self) -> None:
         """Each option alone against its range."""
@@ -103,9 +145,9 @@ class SamplingParams:
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
                 f"from 0 to {MAX_LOGPROBS}",
             ),
-            ("presence_penalty", finite(self.presence_penalty), "finite"),
-            ("frequency_penalty", finite(self.frequency_penalty), "finite"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 changes nothing"),
+            ("presence_penalty", abs(self.presence_penalty) <= _LARGEST, f"at most {_LARGEST:g} in size"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= _LARGEST, f"at most {_LARGEST:g} in size"),
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "from 1e-6 to 1e6; 1 changes nothing"),
         ):
             if not is_good:
                 raise ValueError(f"{name}={getattr(self, name)} must be {rule}")

@@ -136,24 +136,26 @@ class Scheduler:
             self._drop_tree_pages(pages)
         return True
 
-    def start_over(self) -> None:
-        """Books an empty pool and tree, after a step that failed. What ran waits again, and has lost none of its
-        tokens.
+    def start_over(self, requests: list[Request]) -> None:
+        """Books an empty pool and tree, after a step that broke off, wherever. What is not done waits again, and has
+        lost none of its tokens.
+
+        Args:
+          requests: all that the engine knows. The lists here may have been caught half changed.
         """
-        for seq in (*self.running, *self.held):
-            self._unlock(seq.node, seq.partial_node)
+        seqs = [seq for request in requests for seq in request.sequences]
+        for seq in {*seqs, *self.running, *self.held}:
+            seq.was_set_aside |= seq.num_computed > 0
             seq.node = seq.partial_node = None
             seq.slot, seq.pages, seq.num_computed = None, [], 0
-        for seq in self.running:
-            seq.was_set_aside = True
-        self.waiting += self.running
+        self.waiting = [seq for seq in seqs if seq.finish_reason is None]
         self.running = []
         self.held = {}
         self.free_slots = list(range(self.max_seqs - 1, -1, -1))
         self.ledger = PageLedger(len(self.ledger.ref_counts))
         self.commands = Commands()
         if self.tree is not None:
-            self.tree.reset()
+            self.tree.reset(force=True)
 
     # --- Pages held without a slot ---
 
@@ -162,8 +164,9 @@ class Scheduler:
 
         What comes before a token to be sampled or scored is left out: it will be computed once more.
         """
-        seq.pages, seq.num_computed, seq.node = other.pages, other.num_computed, other.node
-        other.pages, other.num_computed, other.node = [], 0, None
+        seq.pages, seq.num_computed = other.pages, other.num_computed
+        seq.node, seq.partial_node = other.node, other.partial_node
+        other.pages, other.num_computed, other.node, other.partial_node = [], 0, None, None
         self.held.pop(other, None)
         needed = seq.num_tokens - seq.request.samples
         needed = min(needed, seq.next_score - 1) if seq.next_score < seq.num_prompt else needed
@@ -176,25 +179,26 @@ class Scheduler:
         if seq.pages:
             self.held[seq] = None
         else:
-            self._unlock(seq.node)
-            seq.node = None
+            self._unlock(seq.node, seq.partial_node)
+            seq.node = seq.partial_node = None
 
     def share(self, seq: Sequence, other: Sequence) -> None:
         """Makes a sequence, before it is added, a second holder of all that one held computed."""
         self.ledger.retain(other.pages)
         self.commands.retain += other.pages
-        self._lock(other.node)
+        self._lock(other.node, other.partial_node)
         twin = Sequence(seq.request, 0)
-        twin.pages, twin.num_computed, twin.node = list(other.pages), other.num_computed, other.node
+        twin.pages, twin.num_computed = list(other.pages), other.num_computed
+        twin.node, twin.partial_node = other.node, other.partial_node
         self.adopt(seq, twin)
 
     def drop(self, seq: Sequence) -> None:
         """Gives up the pages that a sequence holds without a slot. Its tokens can be computed again."""
         del self.held[seq]
-        self._unlock(seq.node)
+        self._unlock(seq.node, seq.partial_node)
         self.ledger.release(seq.pages)
         self.commands.release += seq.pages
-        seq.pages, seq.num_computed, seq.node = [], 0, None
+        seq.pages, seq.num_computed, seq.node, seq.partial_node = [], 0, None, None
 
     def _drop_oldest(self, but: Sequence | None = None) -> bool:
         """Drops the pages that have been held unused for longest; False if there are none."""
@@ -350,7 +354,7 @@ class Scheduler:
     def _best_hit(self, seq: Sequence, promised: int) -> _Hit | None:
         """The longest start of a sequence with which the rest of it fits, its nodes locked; None if none does."""
         if seq.pages:  # held since before
-            hit = _Hit(seq.num_computed, seq.pages, seq.node, None)
+            hit = _Hit(seq.num_computed, seq.pages, seq.node, seq.partial_node)
             needed = self._pages_to_grow(seq, seq.num_tokens - seq.num_computed)
             return hit if promised + needed <= self._num_obtainable() else None
         for hit in self._hits(seq):
@@ -530,8 +534,6 @@ class Scheduler:
         """Takes a sequence's slot away, but leaves it its pages."""
         assert seq.slot is not None
         self._insert(seq)
-        self._unlock(seq.partial_node)
-        seq.partial_node = None
         self.commands.retain += seq.pages
         self.commands.free_slot(seq.slot)
         self.free_slots.append(seq.slot)
@@ -614,8 +616,9 @@ class Scheduler:
     def _book_row(self, row: Row) -> None:
         seq = row.seq
         seq.num_computed += row.num_tokens
-        self._unlock(seq.partial_node)  # its page has been copied
-        seq.partial_node = None
+        if row.num_tokens:  # so the page has been copied
+            self._unlock(seq.partial_node)
+            seq.partial_node = None
         if row.num_tokens and not row.is_decode:
             self.counts["computed_prefill_tokens"] += row.num_tokens
             self._insert(seq)

@@ -1,6 +1,6 @@
 """Whole engines driven by any program of calls: books checked after each, and every output what it is alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -32,14 +32,31 @@ KINDS = [
     jp.SamplingParams(temperature=1, seed=5, max_tokens=MOST_TOKENS, top_p=0.8, logit_bias={3: 2.0, 4: -np.inf}),
 ]
 
-PROMPTS = st.builds(
-    lambda shared, own, seed: tuple(prompt(shared) + prompt(own, seed)),
-    st.sampled_from([0, 3, 8, 17, 32]),
-    st.sampled_from([1, 2, 5, 11]),
-    st.sampled_from([1, 2]),
+# Few, since each is run alone with each kind, and most of them share a prefix: in whole pages, in part, or all.
+_LONG, _OTHER = prompt(43), prompt(29, seed=1)
+PROMPTS = st.sampled_from(
+    [
+        tuple(tokens)
+        for tokens in (
+            _LONG,
+            _OTHER,
+            _LONG[:32],
+            _LONG[:17] + _OTHER[:11],
+            _LONG[:8] + _OTHER[:5],
+            _LONG[:7],
+            _OTHER[:1],
+        )
+    ]
 )
 MORE = st.builds(lambda length, seed: prompt(length, seed), st.sampled_from([0, 1, 2, 5, 9]), st.sampled_from([3, 4]))
 NAMESPACES = st.sampled_from([None, None, None, "other"])
+REQUESTS = st.tuples(
+    PROMPTS,
+    st.integers(0, len(KINDS) - 1),
+    st.sampled_from([MOST_TOKENS, 5, MOST_TOKENS, 2]),
+    NAMESPACES,
+    st.sampled_from([0, 0, 0, -1, 1]),
+)
 
 
 @cache
@@ -51,6 +68,13 @@ def all_alone(tokens: tuple[int, ...], kind: int) -> jp.RequestOutput:
 @cache
 def scores(tokens: tuple[int, ...]) -> np.ndarray:
     return tiny.logprobs(tokens)
+
+
+def assert_scores(tokens: Sequence[int], prompt_logprobs: Sequence[float | None] | None) -> None:
+    assert prompt_logprobs is not None
+    assert prompt_logprobs[0] is None
+    expected = scores(tuple(tokens))[np.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(np.array(prompt_logprobs[1:], float), expected, atol=1e-4)
 
 
 @dataclass
@@ -84,8 +108,7 @@ class Running:
                 assert sample.finish_reason == ("length" if is_cut else expected.finish_reason)
         assert output.finished == all(sample.finish_reason for sample in output.outputs)
         if output.finished and output.prompt_logprobs is not None and not self.is_aborted:
-            expected = scores(self.tokens)[np.arange(len(self.tokens) - 1), self.tokens[1:]]
-            np.testing.assert_allclose(np.array(output.prompt_logprobs[1:], float), expected, atol=1e-4)
+            assert_scores(self.tokens, output.prompt_logprobs)
 
 
 @dataclass
@@ -124,19 +147,15 @@ class Programs(RuleBasedStateMachine):
 
     # --- Requests ---
 
-    @rule(
-        tokens=PROMPTS,
-        kind=st.integers(0, len(KINDS) - 1),
-        max_tokens=st.sampled_from([2, 5, MOST_TOKENS]),
-        namespace=NAMESPACES,
-        priority=st.sampled_from([0, 0, 0, -1, 1]),
-    )
-    def add(self, tokens: tuple[int, ...], kind: int, max_tokens: int, **options: Any) -> None:
-        request_id = self.llm.add_request(tokens, replace(KINDS[kind], max_tokens=max_tokens), **options)
-        assert request_id not in self.requests
-        self.requests[request_id] = Running(tokens, kind, max_tokens)
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
+    def add(self, requests: list[tuple[Any, ...]]) -> None:
+        for tokens, kind, max_tokens, namespace, priority in requests:
+            params = replace(KINDS[kind], max_tokens=max_tokens)
+            request_id = self.llm.add_request(tokens, params, namespace=namespace, priority=priority)
+            assert request_id not in self.requests
+            self.requests[request_id] = Running(tokens, kind, max_tokens)
 
-    @rule(count=st.integers(1, 4))
+    @rule(count=st.integers(1, 9))
     def step(self, count: int) -> None:
         for _ in range(count):
             for output in self.llm.step():
@@ -233,7 +252,7 @@ class Programs(RuleBasedStateMachine):
     @rule(
         place=st.integers(0, 4),
         max_tokens=st.sampled_from([1, 3, 6]),
-        kind=st.sampled_from(["greedy", "seeded", "stop"]),
+        kind=st.sampled_from(["greedy", "seeded", "stop", "scored"]),
     )
     def generate(self, place: int, max_tokens: int, kind: str) -> None:
         branch, tokens = self.branch(place)
@@ -243,12 +262,15 @@ class Programs(RuleBasedStateMachine):
             params = jp.SamplingParams(temperature=1, seed=6, max_tokens=max_tokens)
             expected = alone(tokens, params)
         else:
-            params = greedy(max_tokens)
+            params = greedy(max_tokens, prompt_logprobs=0 if kind == "scored" else None)
             expected = likeliest(tokens, max_tokens)
         if kind == "stop":
             params = replace(params, stop_token_ids=expected[-1:])
             expected = expected[: expected.index(expected[-1]) + 1]
-        sample = branch.generate(params).outputs[0]
+        output = branch.generate(params)
+        if kind == "scored":
+            assert_scores(tokens, output.prompt_logprobs)
+        sample = output.outputs[0]
         assert sample.token_ids == expected
         assert sample.finish_reason == ("stop" if kind == "stop" else "length")
         tokens += expected[:-1] if kind == "stop" else expected
@@ -311,7 +333,7 @@ class Programs(RuleBasedStateMachine):
 def test_any_program_gives_each_request_what_it_gives_alone():
     settings = hypothesis.settings(
         max_examples=5 * hypothesis.settings.default.max_examples,
-        stateful_step_count=8,
+        stateful_step_count=7,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     run_state_machine_as_test(Programs, settings=settings)

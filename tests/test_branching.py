@@ -195,6 +195,22 @@ def test_a_prompt_that_is_cached_already_can_be_prefilled(length: int, partial_h
     assert_baseline(llm)
 
 
+def test_a_cached_page_that_a_branch_holds_does_not_count_as_free():
+    llm = engine()
+    llm.generate(prompt(8), greedy(1))
+    with llm.prefill(prompt(7)) as branch:  # all cached: a whole page, and two tokens of another
+        long = llm.add_request(prompt(75, seed=1), greedy(9))
+        while llm.stats()["generated_tokens"] < 2:
+            llm.step()
+        assert llm.stats()["free_pages"] <= 3
+        short = llm.add_request(prompt(15, seed=2), greedy(4))  # of four pages
+        outputs = drive(llm)
+        assert outputs[long][-1].outputs[0].token_ids == likeliest(prompt(75, seed=1), 9)
+        assert outputs[short][-1].outputs[0].token_ids == likeliest(prompt(15, seed=2), 4)
+        assert branch.generate(greedy(4)).outputs[0].token_ids == likeliest(prompt(7), 4)
+    assert_baseline(llm)
+
+
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_fork_copies_nothing_until_it_writes_and_then_one_page(prefix_cache: bool):
     llm = engine(prefix_cache=prefix_cache)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -516,13 +517,16 @@ def test_an_open_stream_gets_every_token_whoever_runs_the_steps(decode_steps_per
         ({"logprobs": 33}, r"logprobs=33 must be from 0 to 32"),
         ({"prompt_logprobs": -1}, r"prompt_logprobs=-1 must be from 0 to 32"),
         ({"prompt_logprobs": 33}, r"prompt_logprobs=33 must be from 0 to 32"),
-        ({"presence_penalty": float("inf")}, r"presence_penalty=inf must be finite"),
-        ({"frequency_penalty": float("nan")}, r"frequency_penalty=nan must be finite"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty=0.0 must be above 0; 1 changes nothing"),
-        ({"repetition_penalty": float("inf")}, r"repetition_penalty=inf must be above 0"),
-        ({"logit_bias": {-1: 0.5}}, r"logit_bias\[-1\]=0.5 must be a finite number or -inf, of a token id >= 0"),
-        ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\]=nan must be a finite number or -inf"),
-        ({"logit_bias": {3: float("inf")}}, r"logit_bias\[3\]=inf must be a finite number or -inf"),
+        ({"presence_penalty": float("inf")}, r"presence_penalty=inf must be at most 1e\+09 in size"),
+        ({"frequency_penalty": float("nan")}, r"frequency_penalty=nan must be at most 1e\+09 in size"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty=0.0 must be from 1e-6 to 1e6"),
+        ({"repetition_penalty": float("inf")}, r"repetition_penalty=inf must be from 1e-6 to 1e6"),
+        (
+            {"logit_bias": {-1: 0.5}},
+            r"logit_bias\[-1\]=0.5 must be at most 1e\+09 in size, or -inf, of a token id >= 0",
+        ),
+        ({"logit_bias": {3: float("nan")}}, r"logit_bias\[3\]=nan must be at most 1e\+09"),
+        ({"logit_bias": {3: float("inf")}}, r"logit_bias\[3\]=inf must be at most 1e\+09"),
         ({"logit_bias": dict.fromkeys(range(301), 0.0)}, r"logit_bias has 301 entries; at most 300"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -558,3 +562,55 @@ def test_what_this_model_cannot_do_is_refused_and_the_queue_goes_on(options: dic
     assert outputs[-1].request_id == other
     assert outputs[-1].outputs[0].token_ids == likeliest(prompt(5), 3)
     assert_baseline(llm)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"n": 2.5}, r"n=2.5 must be an integer"),
+        ({"max_tokens": float("nan")}, r"max_tokens=nan must be an integer or None"),
+        ({"logprobs": 2.5}, r"logprobs=2.5 must be an integer or None"),
+        ({"temperature": None}, r"temperature=None must be a number"),
+        ({"top_p": "1"}, r"top_p='1' must be a number"),
+        ({"ignore_eos": "no"}, r"ignore_eos='no' must be True or False"),
+        ({"stop": [5]}, r"stop=\[5\] must be a string or a list of strings"),
+        ({"stop_token_ids": [27.5]}, r"stop_token_ids=\[27.5\] must be a list of token ids"),
+        ({"logit_bias": {1.5: 3}}, r"logit_bias=\{1.5: 3\} must be a dictionary from token ids to numbers"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(option: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        jp.SamplingParams(**option)
+
+
+def test_options_may_come_as_numpy_numbers_and_iterators():
+    params = jp.SamplingParams(n=np.int64(2), temperature=np.float32(0.5), stop_token_ids=iter([3, 4]), stop="end")
+    assert (params.n, params.temperature, params.stop_token_ids, params.stop) == (2, 0.5, (3, 4), ("end",))
+
+
+@pytest.mark.parametrize(
+    ("request_options", "message"),
+    [
+        ({"namespace": [1]}, r"namespace=\[1\] cannot be hashed"),
+        ({"priority": "a"}, r"priority='a' must be an integer"),
+        ({"prompt": 5}, r"the prompt 5 is neither text nor a list of token ids"),
+        ({"prompt": [1.0, 2.0]}, r"1.0 is not a token id of this model"),
+        ({"prompt": [True]}, r"True is not a token id of this model"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_and_the_queue_goes_on(request_options: dict[str, Any], message: str):
+    llm = engine()
+    good = llm.add_request(prompt(9), greedy(3))
+    with pytest.raises(jp.RequestError, match=message):
+        llm.add_request(**({"prompt": prompt(5), "params": greedy(3)} | request_options))
+    while llm.has_unfinished():
+        outputs = llm.step()
+    assert [output.request_id for output in outputs] == [good]
+    assert outputs[0].outputs[0].token_ids == alone(prompt(9), greedy(3))
+
+
+def test_arrays_of_jax_and_numpy_are_prompts():
+    llm = engine()
+    expected = alone(prompt(9), greedy(3))
+    for array in (jnp.array(prompt(9)), np.array(prompt(9)), [jnp.array(prompt(9))], np.array([prompt(9)])):
+        assert llm.generate(array, greedy(3))[0].outputs[0].token_ids == expected
