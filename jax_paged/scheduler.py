@@ -5,6 +5,7 @@ pages on the device gathers in `Commands` and rides in the next step. The device
 `PageLedger` mirrors the reference counts, so that it knows beforehand how many pages there will be.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -507,10 +508,17 @@ class Scheduler:
         self.commands.release += pages
 
     def _cheapest(self, seqs: list[Sequence]) -> Sequence | None:
-        """Of the sequences given, the one with the fewest tokens to compute again; the last in line of several."""
-        private = {seq: sum(int(self.ledger.ref_counts[p] == 1) for p in seq.pages) for seq in seqs}
-        losing = [seq for seq in reversed(seqs) if private[seq] or seq.node is not None]
-        return min(losing, key=lambda seq: private[seq], default=None)
+        """Of the sequences given, the one with the fewest tokens to compute again; the last in line of several.
+
+        Not one that shares all it has with others than these, since nothing would be free without it.
+        """
+        refs, holders = self.ledger.ref_counts, Counter(page for seq in seqs for page in seq.pages)
+        losing = [
+            seq
+            for seq in reversed(seqs)
+            if seq.node is not None or any(holders[page] == refs[page] for page in seq.pages)
+        ]
+        return min(losing, key=lambda seq: sum(int(refs[page] == 1) for page in seq.pages), default=None)
 
     def _set_aside(self, seq: Sequence) -> None:
         """Takes a running sequence's pages away. What it had computed goes to the tree and may still be there later."""

@@ -118,6 +118,19 @@ def test_every_sample_feels_the_options_from_its_first_token_on(options: dict[st
     assert_baseline(llm)
 
 
+def test_samples_that_share_all_their_pages_make_room_for_a_request_before_them():
+    llm = engine(prefix_cache=False)
+    params = jp.SamplingParams(temperature=1, seed=1, max_tokens=24)
+    first = llm.add_request(prompt(58), params)
+    second = llm.add_request(prompt(28, seed=1), replace(params, n=3))
+    outputs = drive(llm)
+    assert llm.stats()["preemptions"] > 0
+    assert outputs[first][-1].outputs[0].token_ids == alone(prompt(58), params)
+    whole = engine(**tiny.ROOMY).generate(prompt(28, seed=1), replace(params, n=3))[0]
+    assert samples_of(outputs[second][-1]) == samples_of(whole)
+    assert_baseline(llm)
+
+
 def test_samples_end_each_for_itself():
     params = jp.SamplingParams(temperature=1, seed=3, n=4, max_tokens=20, logprobs=2)
     free_run = engine().generate(prompt(9), params)[0]
