@@ -127,14 +127,15 @@ def _generate(args: argparse.Namespace) -> None:
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     longest = max(map(len, ids)) + args.max_tokens
     max_seqs = args.max_seqs or min(64, max(8, len(prompts)))
-    llm = _make_llm(args, loaded, longest, max_seqs)
+    is_streamed = len(ids) == 1 and params.n == 1 and not args.json
+    llm = _make_llm(args, loaded, longest, max_seqs, is_streamed)
     started = time.monotonic()
     if args.json:
         outputs = llm.generate(ids, params)
         for prompt, output in zip(prompts, outputs):
             for sample in output.outputs:
                 print(json.dumps(_as_json(prompt, output, sample), ensure_ascii=False))
-    elif len(ids) == 1 and params.n == 1:
+    elif is_streamed:
         outputs = [_stream(llm, ids[0], params)]
     else:
         outputs = llm.generate(ids, params)
@@ -202,7 +203,7 @@ def _chat(args: argparse.Namespace) -> None:
     params = _sampling_params(args)
     loaded = _load(args)
     _need_tokenizer(loaded)
-    llm = _make_llm(args, loaded, _MIN_MODEL_LEN, args.max_seqs or 8)
+    llm = _make_llm(args, loaded, _MIN_MODEL_LEN, args.max_seqs or 8, is_streamed=True)
     history = [{"role": "system", "content": args.system}] if args.system else []
     start = len(history)
     _note("/reset starts anew, /tree shows the prefix tree, /stats the counters, /quit ends")
@@ -301,7 +302,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')}={value} must be at least 1")
 
 
-def _make_llm(args: argparse.Namespace, loaded: "LoadedModel", longest: int, max_seqs: int) -> "LLM":
+def _make_llm(args: argparse.Namespace, loaded: "LoadedModel", longest: int, max_seqs: int, is_streamed: bool) -> "LLM":
     _configure_jax()
     from jax_paged.engine import LLM
 
@@ -314,6 +315,8 @@ def _make_llm(args: argparse.Namespace, loaded: "LoadedModel", longest: int, max
         max_model_len=args.max_model_len
         or (min(room, loaded.config.max_model_len) if args.num_pages is None else None),
         prefix_cache=not args.no_prefix_cache,
+        # A program of several steps takes a third longer to compile, and a stream wants each token by itself.
+        decode_steps_per_call=1 if is_streamed else None,
         dtype=args.dtype,
     )
     _note(llm.describe_pool())
