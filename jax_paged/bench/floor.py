@@ -57,7 +57,7 @@ class Result:
         return self.step_s / (self.dots_s + self.copy_s)
 
 
-def measure(model: Llama, case: Case, *, repeats: int = 7, **options: Any) -> Result:
+def measure(model: Llama, case: Case, *, repeats: int = 15, **options: Any) -> Result:
     """Times a case: steps, dots and copies in turn, so that what else the machine does hits all three alike."""
     llm = LLM(model, prefix_cache=False, max_batch_tokens=512, max_model_len=1024, **options)
     step = _prefill_step(llm, case) if case.chunk else _decode_step(llm, case, repeats)

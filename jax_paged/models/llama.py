@@ -119,7 +119,7 @@ class Llama(nnx.Module):
           The normalised last hidden states, dtype[num_tokens, hidden_size], for `logits`, and the cache.
         """
         angles = batch.positions[:, None, None, None].astype(jnp.float32) * rope_frequencies(self.config)
-        sin = jnp.sin(angles) * np.float32([[-1], [1]])
+        sin = jnp.sin(angles) * np.array([[-1], [1]], np.float32)
         # Once a step; XLA would compute them anew, in code of some length, in every layer that uses them.
         cos, sin = jax.lax.optimization_barrier((jnp.cos(angles), sin))
         x = self.embed[...][tokens].astype(jnp.float32)
