@@ -40,6 +40,7 @@ from jax_paged.step import (
     pack_commands,
     pack_inputs,
     run_step,
+    split_model,
     unpack,
 )
 from jax_paged.text import GrowingText
@@ -159,7 +160,7 @@ class LLM:
             max_model_len=max_model_len,
             dtype=jnp.dtype(dtype),
         )
-        self._graphdef, self._state = nnx.split(model)
+        self._shape, self._weights = split_model(model)
         self._cache = pages.init_cache(self.spec)
         self._tree = RadixTree(page_size, on_event=on_cache_event) if prefix_cache else None
         if on_cache_event is not None and not prefix_cache:
@@ -626,7 +627,7 @@ class LLM:
         """The step itself, waited for: a transfer would wait just as long."""
         self._used.add(bucket)
         compiled_before = num_programs()
-        self._cache, outputs = run_step(self._graphdef, self._state, self._cache, inputs, bucket)
+        self._cache, outputs = run_step(self._shape, self._weights, self._cache, inputs, bucket)
         self._num_compilations += num_programs() - compiled_before
         self._has_prefilled |= not bucket.one_token_rows
         outputs.packed.block_until_ready()

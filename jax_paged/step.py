@@ -24,6 +24,7 @@ from jax_paged.scheduler import MAX_STOP_IDS
 
 __all__ = [
     "Bucket",
+    "ModelShape",
     "PageCommands",
     "StepInputs",
     "StepOutputs",
@@ -33,6 +34,7 @@ __all__ = [
     "pack_commands",
     "pack_inputs",
     "run_step",
+    "split_model",
     "unpack",
 ]
 
@@ -53,6 +55,34 @@ class Bucket(NamedTuple):
     max_steps: int  # 1 unless one_token_rows
     exact: bool = False  # see `nn.make_batch`
     plain: bool = False  # no row has a sampling option but its temperature: much less to compile
+
+
+class ModelShape:
+    """All of a model but the numbers in its weights, as a static argument. Hashed once: `nnx.GraphDef` itself is
+    hashed anew in every call, which took 1.5 ms at 30 layers.
+    """
+
+    def __init__(self, graphdef: Any, treedef: Any) -> None:
+        self._parts = (graphdef, treedef)
+        self._hash = hash(self._parts)
+
+    def merge(self, weights: tuple[jax.Array, ...]) -> Any:
+        """The model with these weights."""
+        graphdef, treedef = self._parts
+        return nnx.merge(graphdef, jax.tree.unflatten(treedef, weights))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, ModelShape) and self._parts == other._parts)
+
+
+def split_model(model: nnx.Module) -> tuple[ModelShape, tuple[jax.Array, ...]]:
+    """A model as `run_step` takes it. The weights are a flat tuple, since a call goes through them one by one."""
+    graphdef, state = nnx.split(model)
+    weights, treedef = jax.tree.flatten(state)
+    return ModelShape(graphdef, treedef), tuple(weights)
 
 
 class PageCommands(struct.PyTreeNode, kw_only=True):
@@ -199,12 +229,12 @@ def _pack(cache: PagedCache, tokens: jax.Array, taken: jax.Array) -> jax.Array:
 
 
 def _run_step(
-    graphdef: Any, state: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket
+    shape: ModelShape, weights: tuple[jax.Array, ...], cache: PagedCache, inputs: StepInputs, bucket: Bucket
 ) -> tuple[PagedCache, StepOutputs]:
     """The step.
 
     Args:
-      graphdef, state: the model, split by `nnx.split`.
+      shape, weights: the model, from `split_model`; the first is static.
       cache: to be donated.
       inputs: what to do.
       bucket: static; the sizes of `inputs`.
@@ -212,13 +242,13 @@ def _run_step(
     Returns:
       The cache and the outputs.
     """
-    model = nnx.merge(graphdef, state)
+    model = shape.merge(weights)
     cache = _apply_commands(cache, inputs.commands)
     return (_run_steps if bucket.one_token_rows else _run_mixed)(model, cache, inputs, bucket)
 
 
 # Engines of the same model and sizes share their programs.
-run_step = jax.jit(_run_step, static_argnames=("graphdef", "bucket"), donate_argnames="cache")
+run_step = jax.jit(_run_step, static_argnames=("shape", "bucket"), donate_argnames="cache")
 apply_commands = jax.jit(_apply_commands, donate_argnames="cache")
 
 

@@ -263,7 +263,7 @@ def test_the_compiled_step_holds_one_pool(bucket: int):
     commands = pack_commands(Commands(), llm._capacity, spec.num_pages, spec.max_seqs)
     inputs = pack_inputs(StepPlan([], [], Commands()), commands, bucket, spec.max_seqs)
     cache = jax.eval_shape(lambda: jp.init_cache(spec))
-    memory = run_step.lower(llm._graphdef, llm._state, cache, inputs, bucket).compile().memory_analysis()
+    memory = run_step.lower(llm._shape, llm._weights, cache, inputs, bucket).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= spec.pool_bytes
     assert memory.temp_size_in_bytes < spec.pool_bytes / 20
 
