@@ -21,16 +21,17 @@ __all__ = ["Branch"]
 
 
 class Branch:
-    """Made by `LLM.prefill` and `fork`. Ends with `close`, or at the end of a `with`.
+    """Made by `LLM.prefill` and `fork`. Ends with `close`, at the end of a `with`, or when nothing refers to it.
 
     The last token's keys and values are not computed before something follows it, as with a sampled token.
     """
+
+    _held: HeldSequence | None = None  # its pages hold the KV of the first tokens
 
     def __init__(self, llm: "LLM", token_ids: Sequence[int], namespace: Hashable = None) -> None:
         self._llm = llm
         self._namespace = namespace
         self._token_ids = list(token_ids)
-        self._held: HeldSequence | None = None  # its pages hold the KV of the first tokens
         self._is_closed = False
         self._compute()
 
@@ -79,7 +80,7 @@ class Branch:
           RequestError: for more than one sample (fork instead), or a branch that is as long as can be.
         """
         self._need_open()
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         if params.n != 1:
             raise RequestError(f"n={params.n} samples on one branch; fork it, and generate from each")
         request = self.start(params)
@@ -102,7 +103,8 @@ class Branch:
         request = self._request(self._token_ids + tokens, max_new_tokens=0, score_from=len(self._token_ids))
         (seq,) = request.sequences
         if self._held is not None:
-            self._llm._scheduler.share(seq, self._held)
+            with self._llm._exclusively():
+                self._llm._scheduler.share(seq, self._held)
         self._llm._run([request])
         return list(seq.scores)
 
@@ -113,10 +115,16 @@ class Branch:
             self._drop()
 
     def __enter__(self) -> "Branch":
+        self._need_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        # Comes at any moment, and so leaves the pages to the engine's next call.
+        if self._held is not None:
+            self._llm._abandoned.append(self._held)
 
     # --- Parts, for those who run many branches at once ---
 
@@ -148,7 +156,8 @@ class Branch:
         twin._token_ids = list(token_ids)
         twin._held = self._request(token_ids, max_new_tokens=0, held=True).sequences[0]
         if self._held is not None:
-            self._llm._scheduler.share(twin._held, self._held)
+            with self._llm._exclusively():
+                self._llm._scheduler.share(twin._held, self._held)
         return twin
 
     def _compute(self) -> None:
@@ -159,17 +168,19 @@ class Branch:
     def _hand_over(self, request: Request) -> None:
         """Gives the pages to the request's sequence, which holds them at its end."""
         (seq,) = request.sequences
-        if self._held is not None:
-            self._llm._scheduler.adopt(seq, self._held)
-        self._held = seq
+        with self._llm._exclusively():
+            if self._held is not None:
+                self._llm._scheduler.adopt(seq, self._held)
+            self._held = seq
 
     def _drop(self) -> None:
-        if self._held is not None and self._held in self._llm._scheduler.held:
-            self._llm._scheduler.drop(self._held)
-        self._held = None
+        with self._llm._exclusively():
+            if self._held is not None:
+                self._llm._scheduler.drop(self._held)
+            self._held = None
 
     def _request(self, token_ids: list[int], params: SamplingParams | None = None, **options: Any) -> Request:
-        return self._llm._request(token_ids, params or SamplingParams(), self._namespace, **options)
+        return self._llm._request(token_ids, params, self._namespace, **options)
 
     def _encode(self, tokens: str | Sequence[int] | np.ndarray) -> list[int]:
         if isinstance(tokens, str):

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as AnySequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax_paged.beam import beam_search
 from jax_paged.branch import Branch
 from jax_paged.cache import CacheSpec
 from jax_paged.errors import InvariantError, RequestError
+from jax_paged.interrupts import uninterrupted
 from jax_paged.ledger import Commands, StepPlan, StepResult
 from jax_paged.memory import plan_pool
 from jax_paged.models.llama import Llama
@@ -195,13 +197,16 @@ class LLM:
         self._next_id = 0
         self._undelivered: dict[int, RequestOutput] = {}
         self._streams: dict[int, deque[RequestOutput]] = {}
+        self._is_busy = False
+        # What branches hold that nobody refers to any more, and streams' requests likewise.
+        self._abandoned: deque[Sequence | Request] = deque()
 
     # --- One call for everything ---
 
     def generate(
         self,
         prompts: Prompt | AnySequence[Prompt],
-        params: SamplingParams | AnySequence[SamplingParams] | None = None,
+        params: SamplingParams | AnySequence[SamplingParams | None] | None = None,
         *,
         namespace: Hashable = None,
     ) -> list[RequestOutput]:
@@ -219,11 +224,11 @@ class LLM:
           RequestError: one of them can never run; then none has been started.
         """
         prompts = _prompt_list(prompts)
-        params = params or SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(each)} SamplingParams for {len(prompts)} prompts; give one, or one a prompt")
-        return self._run([self._request(prompt, p, namespace) for prompt, p in zip(prompts, each)])
+        if params is None or isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(f"{len(params)} SamplingParams for {len(prompts)} prompts; give one, or one a prompt")
+        return self._run([self._request(prompt, p, namespace) for prompt, p in zip(prompts, params)])
 
     def _run(self, requests: AnySequence[Request]) -> list[RequestOutput]:
         """Runs requests to their end; the outputs of others go where they are waited for."""
@@ -235,11 +240,9 @@ class LLM:
                 if request.finished:
                     done[request.request_id] = self._end(request)
             while len(done) < len(requests):
-                outputs = self._advance(1 if self._streams else self._decode_steps or _DECODE_STEPS)
-                self._deliver(output for output in outputs if output.request_id not in own)
-                done |= {
-                    output.request_id: output for output in outputs if output.request_id in own and output.finished
-                }
+                self._advance(1 if self._streams else self._decode_steps or _DECODE_STEPS)
+                outputs = [self._undelivered.pop(request_id) for request_id in own & self._undelivered.keys()]
+                done |= {output.request_id: output for output in outputs if output.finished}
         finally:
             for request_id in own - done.keys():
                 self.abort(request_id)
@@ -254,7 +257,7 @@ class LLM:
         Raises:
           RequestError: it can never run.
         """
-        request = self._request(prompt, params or SamplingParams(), namespace)
+        request = self._request(prompt, params, namespace)
         if len(request.sequences) > 1:
             raise RequestError(f"n={len(request.sequences)} samples in one stream; open one each, or use generate")
         return self._stream(request)
@@ -269,16 +272,21 @@ class LLM:
         try:
             while not finished:
                 while not outputs:
-                    self._deliver(self._advance(1))
+                    self._advance(1)
                 output = outputs.popleft()
                 sample, finished = output.outputs[0], output.finished
                 is_token = len(sample.token_ids) > num_tokens  # not if it has been aborted
                 yield StreamEvent(sample.text[num_chars:], sample.token_ids[-1] if is_token else None, output)
                 num_chars, num_tokens = len(sample.text), len(sample.token_ids)
         finally:
-            if not is_finalizing():  # there is nothing left to free, and half of what it would take is gone
-                self.abort(request.request_id)
             del self._streams[request.request_id]
+            if is_finalizing():  # there is nothing left to free, and half of what it would take is gone
+                pass
+            elif self._is_busy:  # the garbage collector closes it in the middle of a step
+                self._abandoned.append(request)
+            else:
+                self.abort(request.request_id)
+                self._undelivered.pop(request.request_id, None)
 
     def chat(
         self,
@@ -365,13 +373,13 @@ class LLM:
         Raises:
           RequestError: it can never run, and why. The queue goes on without it.
         """
-        request = self._request(prompt, params or SamplingParams(), namespace, priority)
+        request = self._request(prompt, params, namespace, priority)
         self._enqueue(request)
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Runs one step. Returns the requests that changed; `finished` says which are done."""
-        self._deliver(self._advance(1 if self._streams else self._decode_steps or 1))
+        self._advance(1 if self._streams else self._decode_steps or 1)
         outputs, self._undelivered = self._undelivered, {}
         return list(outputs.values())
 
@@ -379,10 +387,11 @@ class LLM:
         """Ends a request, wherever it is; its last output comes with the next `step`. One that has ended stays as
         it is.
         """
-        request = self._requests.get(request_id)
-        if request is not None:
-            self._scheduler.abort(request)
-            self._deliver([self._end(request)])
+        with self._exclusively():
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._scheduler.abort(request)
+                self._deliver([self._end(request)])
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to tell."""
@@ -423,7 +432,8 @@ class LLM:
         """Forgets all cached prefixes, as new weights demand. False, and nothing has changed, while pages are in
         use.
         """
-        return self._scheduler.reset_tree()
+        with self._exclusively():
+            return self._scheduler.reset_tree()
 
     def check(self) -> None:
         """Raises `InvariantError`, naming pages, unless device, scheduler and tree agree about every page."""
@@ -476,8 +486,9 @@ class LLM:
         for request_id in list(self._requests):
             self.abort(request_id)
         self._undelivered.clear()
-        for seq in list(self._scheduler.held):
-            self._scheduler.drop(seq)
+        with self._exclusively():
+            for seq in list(self._scheduler.held):
+                self._scheduler.drop(seq)
         self.reset_prefix_cache()
 
     def __enter__(self) -> "LLM":
@@ -489,9 +500,12 @@ class LLM:
     # --- Inside ---
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, namespace: Hashable, priority: int = 0, **options: Any
+        self, prompt: Prompt, params: SamplingParams | None, namespace: Hashable, priority: int = 0, **options: Any
     ) -> Request:
         """A request that can run, or an error that says why not."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"{params=} must be SamplingParams, or None for its defaults")
         ids = self._encode(prompt)
         limit = self.max_model_len
         if len(ids) >= limit + (options.get("max_new_tokens") == 0):
@@ -573,12 +587,38 @@ class LLM:
             )
         return self.tokenizer
 
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Where the books change: Ctrl-C waits for the end, and calls from inside are refused."""
+        if self._is_busy:
+            raise RequestError(
+                "the engine is in the middle of a step: on_cache_event, clock and progress must not call it, nor may "
+                "another thread; give each thread its own turn"
+            )
+        with uninterrupted():
+            self._is_busy = True
+            try:
+                self._free_abandoned()
+                yield
+            finally:
+                self._is_busy = False
+
+    def _free_abandoned(self) -> None:
+        while self._abandoned:
+            left = self._abandoned.popleft()
+            if isinstance(left, Sequence):
+                self._scheduler.drop(left)
+            elif left.request_id in self._requests:
+                self._scheduler.abort(left)
+                self._end(left)
+
     def _enqueue(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        for seq in request.sequences:
-            text = self._texts[seq] = GrowingText(self.tokenizer, request.params.stop)
-            seq.add_text = text.add
-        self._scheduler.add(request)
+        with self._exclusively():
+            self._requests[request.request_id] = request
+            for seq in request.sequences:
+                text = self._texts[seq] = GrowingText(self.tokenizer, request.params.stop)
+                seq.add_text = text.add
+            self._scheduler.add(request)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Puts outputs where they are waited for: by an open stream, or by the next `step`."""
@@ -588,15 +628,17 @@ class LLM:
             else:
                 self._undelivered[output.request_id] = output
 
-    def _advance(self, max_steps: int) -> list[RequestOutput]:
-        try:
-            return self._step(max_steps)
-        except BaseException:  # most likely Ctrl-C: nobody knows how far the step came, on the device or in the books
-            requests = list(self._requests.values())
-            self._scheduler.start_over(requests)
-            self._cache = pages.init_cache(self.spec)
-            self._deliver([self._end(request) for request in requests if request.finished])
-            raise
+    def _advance(self, max_steps: int) -> None:
+        """Runs a step, or several in one call, and delivers what came of it."""
+        with self._exclusively():
+            try:
+                self._deliver(self._step(max_steps))
+            except BaseException:  # nobody knows how far the step came, on the device or in the books
+                requests = list(self._requests.values())
+                self._scheduler.start_over(requests)
+                self._cache = pages.init_cache(self.spec)
+                self._deliver([self._end(request) for request in requests if request.finished])
+                raise
 
     def _step(self, max_steps: int) -> list[RequestOutput]:
         plan = self._scheduler.plan(self._max_tokens(), max_steps)

@@ -194,7 +194,9 @@ class Scheduler:
         self.adopt(seq, twin)
 
     def drop(self, seq: Sequence) -> None:
-        """Gives up the pages that a sequence holds without a slot. Its tokens can be computed again."""
+        """Gives up what pages a sequence holds without a slot. Its tokens can be computed again."""
+        if seq not in self.held:
+            return
         del self.held[seq]
         self._unlock(seq.node, seq.partial_node)
         self.ledger.release(seq.pages)

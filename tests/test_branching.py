@@ -1,5 +1,6 @@
 """Many ways on from one prompt: samples, branches and beam search, against the dense model and against runs alone."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -452,10 +453,11 @@ CALLS: list[Callable[[Any], object]] = [
     lambda branch: branch.extend([1]),
     lambda branch: branch.generate(),
     lambda branch: branch.logprobs([1]),
+    lambda branch: branch.__enter__(),
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=["fork", "extend", "generate", "logprobs"])
+@pytest.mark.parametrize("call", CALLS, ids=["fork", "extend", "generate", "logprobs", "with"])
 def test_a_closed_branch_does_nothing_more(call: Callable[[Any], object]):
     llm = engine()
     with llm.prefill(prompt(6)) as branch:
@@ -530,6 +532,22 @@ def test_closing_the_engine_closes_its_branches():
     for branch in branches:
         assert branch.pages == []
         branch.close()
+    assert_baseline(llm)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_branch_that_nobody_refers_to_gives_its_pages_back(prefix_cache: bool):
+    llm = engine(prefix_cache=prefix_cache)
+    branch = llm.prefill(prompt(9))
+    twin = branch.fork()
+    del branch
+    assert twin.generate(greedy(3)).outputs[0].token_ids == likeliest(prompt(9), 3)
+    twin.pages.clear()  # a copy
+    del twin
+    gc.collect()
+    assert llm.generate(prompt(5), greedy(2))[0].outputs[0].token_ids == likeliest(prompt(5), 2)
+    assert not llm._scheduler.held
+    assert llm.reset_prefix_cache() is True
     assert_baseline(llm)
 
 
@@ -666,11 +684,10 @@ def test_i3_beams_share_the_pages_of_what_they_have_in_common(monkeypatch: pytes
     most = 0
     advance = llm._advance
 
-    def watched(max_steps: int) -> list[jp.RequestOutput]:
+    def watched(max_steps: int) -> None:
         nonlocal most
-        outputs = advance(max_steps)
+        advance(max_steps)
         most = max(most, used_pages(llm))
-        return outputs
 
     monkeypatch.setattr(llm, "_advance", watched)
     (output,) = llm.beam_search(prompt(32), beam_width=4, max_tokens=8)

@@ -1,5 +1,6 @@
 """The engine on a tiny model, with its books checked and its pool poisoned after every step."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -445,6 +446,73 @@ def test_ctrl_c_ends_what_generate_runs_and_loses_no_page(monkeypatch: pytest.Mo
     assert_baseline(llm)
 
 
+@pytest.mark.parametrize("place", ["plan", "_book_pages", "_book_token", "_finish"])
+def test_ctrl_c_inside_a_step_waits_for_its_end_and_loses_nothing(monkeypatch: pytest.MonkeyPatch, place: str):
+    llm = engine()
+    first = llm.add_request(prompt(20), greedy(2))
+    second = llm.add_request(prompt(5, seed=1), greedy(9))
+    method = getattr(llm._scheduler, place)
+    calls = 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            signal.raise_signal(signal.SIGINT)
+        return method(*arguments)
+
+    outputs: dict[int, list[jp.RequestOutput]] = {}
+    interrupts = 0
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(llm._scheduler, place, interrupted)
+        while llm.has_unfinished():
+            try:
+                for output in llm.step():
+                    outputs.setdefault(output.request_id, []).append(output)
+            except KeyboardInterrupt:
+                interrupts += 1
+                llm.check()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert interrupts == 1
+    for request, tokens, most in ((first, prompt(20), 2), (second, prompt(5, seed=1), 9)):
+        assert tokens_of(outputs[request][-1]) == alone(tokens, greedy(most))
+    assert llm.stats()["preemptions"] == 0
+    assert llm.stats()["computed_prefill_tokens"] == 25  # nothing was computed again
+    assert_baseline(llm)
+
+
+def test_a_callback_that_calls_the_engine_is_told_not_to():
+    def on_event(event: jp.CacheEvent) -> None:
+        for call in (lambda: llm.add_request(prompt(3)), llm.step, lambda: llm.abort(request), llm.reset_prefix_cache):
+            with pytest.raises(jp.RequestError, match="in the middle of a step: on_cache_event"):
+                call()
+        events.append(event.kind)
+
+    events: list[str] = []
+    llm = engine(on_cache_event=on_event)
+    request = llm.add_request(prompt(20), greedy(4))
+    outputs = drive(llm)
+    assert "stored" in events
+    assert tokens_of(outputs[request][-1]) == alone(prompt(20), greedy(4))
+    assert_baseline(llm)
+
+
+def test_a_stream_collected_in_the_middle_of_a_step_ends_its_request():
+    llm = engine(on_cache_event=lambda event: streams.clear())
+    streams = [llm.stream(prompt(5, seed=1), greedy(40))]
+    next(streams[0])
+    outputs = llm.generate(prompt(20), greedy(4))
+    assert not streams
+    assert tokens_of(outputs[0]) == alone(prompt(20), greedy(4))
+    llm.add_request(prompt(3), greedy(2))
+    drive(llm)
+    assert not llm._requests
+    assert_baseline(llm)
+
+
 # --- Namespaces, weights, counters ---
 
 
@@ -553,8 +621,16 @@ def test_h1_a_prompt_that_can_never_run_is_refused_and_the_queue_goes_on(tokens:
 
 
 def test_generate_wants_as_many_params_as_prompts():
-    with pytest.raises(jp.RequestError, match="1 SamplingParams for 2 prompts"):
-        engine().generate([prompt(3), prompt(4)], [greedy()])
+    llm = engine()
+    for params, message in (
+        ([greedy()], "1 SamplingParams for 2 prompts"),
+        ([], "0 SamplingParams for 2 prompts"),
+        ({}, "0 SamplingParams for 2 prompts"),
+        ([greedy(), 1], "params=1 must be SamplingParams"),
+    ):
+        with pytest.raises(jp.RequestError, match=message):
+            llm.generate([prompt(3), prompt(4)], params)
+    assert llm.generate([prompt(3)], [None])[0].outputs[0].finish_reason == "length"
 
 
 def test_generate_takes_one_prompt_or_several_as_lists_or_arrays():
