@@ -136,13 +136,14 @@ def _generate(args: argparse.Namespace) -> None:
             for sample in output.outputs:
                 print(json.dumps(_as_json(prompt, output, sample), ensure_ascii=False))
     elif is_streamed:
-        outputs = [_stream(llm, ids[0], params)]
+        _note(_closing_line_of_stream(*_stream(llm, ids[0], params)))
+        return
     else:
         outputs = llm.generate(ids, params)
         for prompt, output in zip(prompts, outputs):
             for sample in output.outputs:
                 print(f"{prompt}{sample.text}\n")
-    _note(_closing_line(outputs, time.monotonic() - started))
+    _note(_closing_line(outputs, time.monotonic() - started - llm.compile_s))
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -156,15 +157,22 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _stream(llm: "LLM", ids: list[int], params: "SamplingParams") -> "RequestOutput":
+def _stream(llm: "LLM", ids: list[int], params: "SamplingParams") -> tuple["RequestOutput", float, float]:
+    """Prints a text as it comes.
+
+    Returns:
+      The last output, and the seconds that went into compiling before the first token and after it.
+    """
+    before = llm.compile_s
     with _Progress("compiling"):
         events = llm.stream(ids, params)
         event = next(events)
+    at_first = llm.compile_s
     print(event.text, end="", flush=True)
     for event in events:
         print(event.text, end="", flush=True)
     print()
-    return event.output
+    return event.output, at_first - before, llm.compile_s - at_first
 
 
 def _as_json(prompt: str, output: "RequestOutput", sample: "CompletionOutput") -> dict[str, Any]:
@@ -179,21 +187,32 @@ def _as_json(prompt: str, output: "RequestOutput", sample: "CompletionOutput") -
 
 
 def _closing_line(outputs: Sequence["RequestOutput"], elapsed_s: float) -> str:
-    """Such as "64 tokens, 31.0 tok/s, prompt 903 tok/s, 448 of 512 prompt tokens from the cache"."""
+    """Such as "2,048 tokens, 310.0 tok/s over 32 prompts, 448 of 512 prompt tokens from the cache"."""
     generated = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    return f"{generated:,} tokens, {generated / elapsed_s:.1f} tok/s over {_count(outputs)}, {_cache_use(outputs)}"
+
+
+def _closing_line_of_stream(output: "RequestOutput", compile_before_s: float, compile_after_s: float) -> str:
+    """Such as "64 tokens, 31.0 tok/s, prompt 903 tok/s, 448 of 512 prompt tokens from the cache"."""
+    times, generated = output.times, len(output.outputs[0].token_ids)
+    start, first, last = times.first_scheduled_s, times.first_token_s, times.finished_s
+    assert start is not None
+    assert first is not None
+    assert last is not None
+    decode = f"{(generated - 1) / (last - first - compile_after_s):.1f} tok/s, " if generated > 1 else ""
+    computed = len(output.prompt_token_ids) - output.num_cached_tokens
+    prefill = f"prompt {computed / (first - start - compile_before_s):.0f} tok/s"
+    return f"{generated:,} tokens, {decode}{prefill}, {_cache_use([output])}"
+
+
+def _count(outputs: Sequence["RequestOutput"]) -> str:
+    return "1 prompt" if len(outputs) == 1 else f"{len(outputs):,} prompts"
+
+
+def _cache_use(outputs: Sequence["RequestOutput"]) -> str:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
-    if len(outputs) > 1 or len(outputs[0].outputs) > 1:
-        speeds = f"{generated / elapsed_s:.1f} tok/s over {len(outputs)} prompts"
-    else:
-        times = outputs[0].times
-        first, last = times.first_token_s, times.finished_s
-        assert first is not None
-        assert last is not None
-        assert times.first_scheduled_s is not None
-        decode = f"{(generated - 1) / (last - first):.1f} tok/s, " if generated > 1 else ""
-        speeds = f"{decode}prompt {(prompt - cached) / (first - times.first_scheduled_s):.0f} tok/s"
-    return f"{generated} tokens, {speeds}, {cached} of {prompt} prompt tokens from the cache"
+    return f"{cached:,} of {prompt:,} prompt tokens from the cache"
 
 
 # --- chat ---
@@ -229,13 +248,13 @@ def _chat(args: argparse.Namespace) -> None:
 def _answer(llm: "LLM", history: list[dict[str, str]], text: str, params: "SamplingParams") -> None:
     history.append({"role": "user", "content": text})
     try:
-        output = _stream(llm, llm.render_chat(history), params)
+        output, *compile_s = _stream(llm, llm.render_chat(history), params)
     except ValueError as error:  # too long by now
         history.pop()
         _note(f"jax-paged: {error}; /reset starts anew")
         return
     history.append({"role": "assistant", "content": output.outputs[0].text})
-    _note(_closing_line([output], 0.0))
+    _note(_closing_line_of_stream(output, *compile_s))
 
 
 def _render_tree(llm: "LLM") -> str:

@@ -189,6 +189,7 @@ class LLM:
         # Enough for the pages of one long sequence and of a full batch; more than that goes in several calls.
         self._capacity = self.spec.max_pages_per_seq + max_batch_tokens + max_seqs
         self._num_compilations = 0
+        self.compile_s = 0.0  # of wall time since the start, for these
         self._used: set[Bucket] = set()  # whose programs are there
         self._has_prefilled = False  # whether a program for it has been compiled
         self._debug_checks, self._seed, self._clock = debug_checks, seed, clock
@@ -668,9 +669,11 @@ class LLM:
     def _run_on_device(self, inputs: StepInputs, bucket: Bucket) -> StepOutputs:
         """The step itself, waited for: a transfer would wait just as long."""
         self._used.add(bucket)
-        compiled_before = num_programs()
+        compiled_before, start = num_programs(), time.monotonic()
         self._cache, outputs = run_step(self._shape, self._weights, self._cache, inputs, bucket)
-        self._num_compilations += num_programs() - compiled_before
+        if num_compiled := num_programs() - compiled_before:
+            self._num_compilations += num_compiled
+            self.compile_s += time.monotonic() - start
         self._has_prefilled |= not bucket.one_token_rows
         outputs.packed.block_until_ready()
         return outputs
