@@ -45,7 +45,7 @@ class Branch:
     @property
     def text(self) -> str:
         """The same as text. RequestError without a tokenizer."""
-        return self._llm._need_tokenizer("text").decode(self._token_ids)
+        return self._llm._intake.need_tokenizer("text").decode(self._token_ids)
 
     @property
     def pages(self) -> list[int]:
@@ -180,11 +180,11 @@ class Branch:
             self._held = None
 
     def _request(self, token_ids: list[int], params: SamplingParams | None = None, **options: Any) -> Request:
-        return self._llm._request(token_ids, params, self._namespace, **options)
+        return self._llm._intake.request(token_ids, params, self._namespace, **options)
 
     def _encode(self, tokens: str | Sequence[int] | np.ndarray) -> list[int]:
         if isinstance(tokens, str):
-            return self._llm._need_tokenizer("text").encode(tokens, add_bos=False)
+            return self._llm._intake.need_tokenizer("text").encode(tokens, add_bos=False)
         return list(tokens)
 
     def _need_open(self) -> None:

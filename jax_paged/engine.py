@@ -20,8 +20,9 @@ from flax import nnx
 from jax_paged import cache as pages
 from jax_paged.beam import beam_search
 from jax_paged.branch import Branch
-from jax_paged.cache import CacheSpec
+from jax_paged.buckets import Buckets
 from jax_paged.errors import InvariantError, RequestError
+from jax_paged.intake import Intake, Prompt, prompt_list
 from jax_paged.interrupts import uninterrupted
 from jax_paged.ledger import Commands, StepPlan, StepResult
 from jax_paged.memory import plan_pool
@@ -29,7 +30,6 @@ from jax_paged.models.llama import Llama
 from jax_paged.models.load import DTYPES, LoadedModel, load
 from jax_paged.radix import CacheEvent, RadixTree
 from jax_paged.request import CompletionOutput, Request, RequestOutput, SamplingParams, Sequence
-from jax_paged.sampling import MAX_BIASES
 from jax_paged.scheduler import Scheduler
 from jax_paged.step import (
     Bucket,
@@ -37,7 +37,6 @@ from jax_paged.step import (
     StepInputs,
     StepOutputs,
     apply_commands,
-    is_plain,
     num_programs,
     pack_commands,
     pack_inputs,
@@ -52,17 +51,8 @@ __all__ = ["LLM", "StreamEvent"]
 
 _log = logging.getLogger("jax_paged")
 
-# A product of fewer rows than this runs off a cliff in XLA's CPU code, and costs no less on a TPU or GPU.
-_MIN_ROWS = 8
-
-# Tokens of KV that a prefill may read by way of decode's program, one query at a time.
-_MAX_REREAD = 8192
-# Prompt tokens for which no prefill program is compiled.
-_MAX_SMALL_PREFILL = 128
 # Decode steps that go in one call, while nobody waits and nobody watches.
 _DECODE_STEPS = 8
-
-type Prompt = str | AnySequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -169,13 +159,14 @@ class LLM:
             raise ValueError(
                 "on_cache_event with prefix_cache=False: there would be no events; leave one of the two out"
             )
-        if exact:
-            max_batch_tokens = min(max_batch_tokens, _power_of_two(max_seqs))
+        self._buckets = Buckets(
+            self.spec, max_batch_tokens, decode_steps=decode_steps_per_call or _DECODE_STEPS, exact=exact
+        )
         self._scheduler = Scheduler(
             num_pages=self.spec.num_pages,
             page_size=page_size,
             max_seqs=max_seqs,
-            max_batch_tokens=max_batch_tokens,
+            max_batch_tokens=self._buckets.most_tokens,
             tree=self._tree,
             schedule=schedule,
             partial_hits=partial_hits,
@@ -183,19 +174,16 @@ class LLM:
         )
         _log.info(self.describe_pool())
         self._decode_steps = decode_steps_per_call
-        self._exact = exact
-        buckets = _buckets(max_batch_tokens, self.spec, decode_steps_per_call or _DECODE_STEPS)
-        self._buckets = [b._replace(exact=True) for b in buckets if b.one_token_rows][-1:] if exact else buckets
         # Enough for the pages of one long sequence and of a full batch; more than that goes in several calls.
-        self._capacity = self.spec.max_pages_per_seq + max_batch_tokens + max_seqs
+        self._capacity = self.spec.max_pages_per_seq + self._buckets.most_tokens + max_seqs
         self._num_compilations = 0
         self.compile_s = 0.0  # of wall time since the start, for these
-        self._used: set[Bucket] = set()  # whose programs are there
-        self._has_prefilled = False  # whether a program for it has been compiled
-        self._debug_checks, self._seed, self._clock = debug_checks, seed, clock
+        self._debug_checks, self._clock = debug_checks, clock
+        self._intake = Intake(
+            self.config, tokenizer, self.spec, self.max_model_len, exact=exact, seed=seed, clock=clock
+        )
         self._requests: dict[int, Request] = {}
         self._texts: dict[Sequence, GrowingText] = {}
-        self._next_id = 0
         self._undelivered: dict[int, RequestOutput] = {}
         self._streams: dict[int, deque[RequestOutput]] = {}
         self._is_busy = False
@@ -224,12 +212,12 @@ class LLM:
         Raises:
           RequestError: one of them can never run; then none has been started.
         """
-        prompts = _prompt_list(prompts)
+        prompts = prompt_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"{len(params)} SamplingParams for {len(prompts)} prompts; give one, or one a prompt")
-        return self._run([self._request(prompt, p, namespace) for prompt, p in zip(prompts, params)])
+        return self._run([self._intake.request(prompt, p, namespace) for prompt, p in zip(prompts, params)])
 
     def _run(self, requests: AnySequence[Request]) -> list[RequestOutput]:
         """Runs requests to their end; the outputs of others go where they are waited for."""
@@ -258,7 +246,7 @@ class LLM:
         Raises:
           RequestError: it can never run.
         """
-        request = self._request(prompt, params, namespace)
+        request = self._intake.request(prompt, params, namespace)
         if len(request.sequences) > 1:
             raise RequestError(f"n={len(request.sequences)} samples in one stream; open one each, or use generate")
         return self._stream(request)
@@ -301,7 +289,7 @@ class LLM:
 
     def render_chat(self, messages: AnySequence[dict[str, str]]) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
-        tokenizer = self._need_tokenizer("chat")
+        tokenizer = self._intake.need_tokenizer("chat")
         # The template writes the special tokens itself.
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         return tokenizer.encode(text, add_bos=False)
@@ -327,7 +315,7 @@ class LLM:
           ...     a.extend(" violets"); b.extend(" lilies")
           ...     print(a.generate().outputs[0].text, b.logprobs(" are"))
         """
-        return Branch(self, self._encode(prompt), namespace)
+        return Branch(self, self._intake.encode(prompt), namespace)
 
     def beam_search(
         self,
@@ -342,7 +330,7 @@ class LLM:
         """Finds likely continuations by beam search; see `jax_paged.beam.beam_search`, whose arguments these are."""
         return beam_search(
             self,
-            [self._encode(prompt) for prompt in _prompt_list(prompts)],
+            [self._intake.encode(prompt) for prompt in prompt_list(prompts)],
             beam_width=beam_width,
             max_tokens=max_tokens,
             length_penalty=length_penalty,
@@ -374,7 +362,7 @@ class LLM:
         Raises:
           RequestError: it can never run, and why. The queue goes on without it.
         """
-        request = self._request(prompt, params, namespace, priority)
+        request = self._intake.request(prompt, params, namespace, priority)
         self._enqueue(request)
         return request.request_id
 
@@ -475,8 +463,7 @@ class LLM:
         """Compiles the programs of all buckets, so that nothing compiles later."""
         self.check()
         self._cache = apply_commands(self._cache, self._pack(Commands()))
-        variants = (False,) if self._exact else (True, False)
-        buckets = [bucket._replace(plain=plain) for bucket in self._buckets for plain in variants]
+        buckets = self._buckets.all()
         for i, bucket in enumerate(buckets):
             self._dispatch(StepPlan([], [], Commands()), bucket)
             if progress is not None:
@@ -499,94 +486,6 @@ class LLM:
         self.close()
 
     # --- Inside ---
-
-    def _request(
-        self, prompt: Prompt, params: SamplingParams | None, namespace: Hashable, priority: int = 0, **options: Any
-    ) -> Request:
-        """A request that can run, or an error that says why not."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"{params=} must be SamplingParams, or None for its defaults")
-        ids = self._encode(prompt)
-        limit = self.max_model_len
-        if len(ids) >= limit + (options.get("max_new_tokens") == 0):
-            raise RequestError(
-                f"a prompt of {len(ids)} tokens leaves no room to generate: sequences have at most "
-                f"max_model_len={limit} tokens here ({-(-limit // self.spec.page_size)} of the pool's "
-                f"{self.spec.num_pages} pages of {self.spec.page_size}); shorten it, or raise max_model_len or "
-                "num_pages"
-            )
-        stop = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop |= set(getattr(self.config, "eos_token_ids", ()))
-        self._check_token_ids(params, stop)
-        try:
-            hash(namespace)
-        except TypeError:
-            raise RequestError(f"{namespace=} cannot be hashed; give a name, a number or a tuple of them") from None
-        if not isinstance(priority, int):
-            raise RequestError(f"{priority=} must be an integer; lower goes first")
-        if self._exact and (params.prompt_logprobs is not None or "score_from" in options):
-            raise NotImplementedError("log-probabilities of a prompt's tokens are not supported with exact=True")
-        request_id = self._next_id
-        self._next_id += 1
-        max_tokens = limit if params.max_tokens is None else params.max_tokens
-        if params.prompt_logprobs is not None:
-            options = {"score_from": 1} | options
-        return Request(
-            request_id,
-            ids,
-            params,
-            seed=params.seed if params.seed is not None else (self._seed * 1_000_003 + request_id) % 2**32,
-            stop_token_ids=frozenset(stop),
-            namespace=namespace,
-            priority=priority,
-            arrival_s=self._clock(),
-            **({"max_new_tokens": min(max_tokens, limit - len(ids))} | options),
-        )
-
-    def _check_token_ids(self, params: SamplingParams, stop: set[int]) -> None:
-        size = self.config.vocab_size
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            for token in ids:
-                if token >= size:
-                    raise RequestError(f"{name}: {token} is not a token id of this model: 0 <= id < {size}")
-        if params.min_tokens and len(set(params.logit_bias) | stop) > MAX_BIASES:
-            raise RequestError(
-                f"logit_bias and stop tokens are {len(set(params.logit_bias) | stop)} token ids together; with "
-                f"min_tokens at most {MAX_BIASES}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                f"stop={list(params.stop)} needs a tokenizer, and this model has none; give stop_token_ids, or "
-                "LLM(tokenizer=...)"
-            )
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            ids: list[Any] = self._need_tokenizer("a text prompt").encode(prompt)
-        else:
-            try:
-                ids = np.asarray(prompt).tolist() if hasattr(prompt, "__array__") else list(prompt)
-            except TypeError:
-                raise RequestError(f"the prompt {prompt!r} is neither text nor a list of token ids") from None
-        if not ids:
-            raise RequestError(f"the prompt {prompt!r} has no tokens; give at least one")
-        for token in ids:
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, int | np.integer)
-                or not 0 <= token < self.config.vocab_size
-            ):
-                raise RequestError(f"{token!r} is not a token id of this model: 0 <= id < {self.config.vocab_size}")
-        return [int(token) for token in ids]
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(
-                f"{what} needs a tokenizer, and this model has none; give token ids, or LLM(tokenizer=...)"
-            )
-        return self.tokenizer
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
@@ -642,7 +541,8 @@ class LLM:
                 raise
 
     def _step(self, max_steps: int) -> list[RequestOutput]:
-        plan = self._scheduler.plan(self._max_tokens(), max_steps)
+        most_tokens = self._buckets.tokens_of_next(self._scheduler.num_pending(), len(self._scheduler.running))
+        plan = self._scheduler.plan(most_tokens, max_steps)
         if plan is None:
             return []
         now = self._clock()
@@ -650,7 +550,7 @@ class LLM:
             request = row.seq.request
             if request.times.first_scheduled_s is None:
                 request.times = replace(request.times, first_scheduled_s=now)
-        result = self._dispatch(plan, self._variant(self._bucket(plan), plan))
+        result = self._dispatch(plan, self._buckets.choose(plan))
         changed = self._scheduler.commit(plan, result)
         if self._debug_checks:
             self.check()
@@ -668,13 +568,12 @@ class LLM:
 
     def _run_on_device(self, inputs: StepInputs, bucket: Bucket) -> StepOutputs:
         """The step itself, waited for: a transfer would wait just as long."""
-        self._used.add(bucket)
+        self._buckets.note_use(bucket)
         compiled_before, start = num_programs(), time.monotonic()
         self._cache, outputs = run_step(self._shape, self._weights, self._cache, inputs, bucket)
         if num_compiled := num_programs() - compiled_before:
             self._num_compilations += num_compiled
             self.compile_s += time.monotonic() - start
-        self._has_prefilled |= not bucket.one_token_rows
         outputs.packed.block_until_ready()
         return outputs
 
@@ -693,38 +592,6 @@ class LLM:
             starts = np.arange(len(seq.pages)) * self.spec.page_size
             np.maximum.at(written, seq.pages, np.minimum(seq.num_computed - starts, self.spec.page_size))
         self._cache = pages.poison(self._cache, mask, written)
-
-    def _max_tokens(self) -> int | None:
-        """How many tokens the next step may have; None: as many as ever.
-
-        While no prefill program has been compiled and little is to be prefilled, decode's does it, some tokens a
-        step: that is sooner done than the compilation.
-        """
-        if self._exact or self._has_prefilled or self._scheduler.num_pending() > _MAX_SMALL_PREFILL:
-            return None
-        return min(_power_of_two(len(self._scheduler.running) + 1), self._scheduler.max_batch_tokens)
-
-    def _bucket(self, plan: StepPlan) -> Bucket:
-        """The cheapest program for a plan. Decode's reads a sequence's pages once for each of its tokens, which
-        pays for decode and for short prompts. It tells nothing of the prompt's own tokens."""
-        if self._exact:
-            return self._buckets[0]
-        is_scored = any(row.seq.next_score < row.seq.num_prompt for row in plan.rows)
-        tokens_read = sum(row.num_tokens * (row.start + row.num_tokens) for row in plan.rows if not row.is_decode)
-        return next(
-            b
-            for b in self._buckets
-            if b.num_tokens >= plan.num_tokens
-            and b.num_rows >= len(plan.rows)
-            and not (b.one_token_rows and (tokens_read > _MAX_REREAD or is_scored))
-        )
-
-    def _variant(self, bucket: Bucket, plan: StepPlan) -> Bucket:
-        """The bucket's program without sampling options, where no row has any; the other one can do all that it does,
-        and is taken if it is there already. Exact mode has but one program."""
-        is_wanted = not self._exact and all(is_plain(row.seq) for row in plan.rows)
-        plain = bucket._replace(plain=True)
-        return plain if is_wanted and (plain in self._used or bucket not in self._used) else bucket
 
     def _report(self, changed: list[Sequence]) -> list[RequestOutput]:
         now = self._clock()
@@ -771,40 +638,3 @@ class LLM:
             finish_reason=seq.finish_reason,
             top_logprobs=list(seq.top_logprobs) if wanted else None,
         )
-
-
-def _buckets(max_batch_tokens: int, spec: CacheSpec, decode_steps: int) -> list[Bucket]:
-    """The sizes that steps are padded to, cheapest first.
-
-    Decode has a token a row, twice as many from one size to the next, up to `max_seqs`. Prefill, and both mixed, have
-    all rows, and four times as many tokens from one size to the next: their programs take longest to compile.
-    """
-
-    def bucket(num_tokens: int, num_rows: int, one_token_rows: bool) -> Bucket:
-        most_pages = min(num_tokens, num_tokens // spec.page_size + 2 * num_rows, spec.num_pages)
-        return Bucket(num_tokens, num_rows, most_pages, one_token_rows, decode_steps if one_token_rows else 1)
-
-    max_rows = _power_of_two(spec.max_seqs)
-    decode = [bucket(n, n, True) for n in _doubling(_MIN_ROWS, max_rows)]
-    sizes = _doubling(max_rows, _power_of_two(max_batch_tokens))
-    return decode + [bucket(n, max_rows, False) for n in sizes[(len(sizes) - 1) % 2 :: 2]]
-
-
-def _doubling(first: int, last: int) -> list[int]:
-    return [first << i for i in range((last // first).bit_length())]
-
-
-def _power_of_two(number: int) -> int:
-    """The next one, not below the smallest bucket."""
-    return max(_MIN_ROWS, 1 << (number - 1).bit_length())
-
-
-def _prompt_list(prompts: Prompt | AnySequence[Prompt]) -> list[Prompt]:
-    """Tells one prompt from several: token ids are numbers, prompts are not."""
-    if isinstance(prompts, str):
-        return [prompts]
-    try:
-        each: list[Any] = np.asarray(prompts).tolist() if hasattr(prompts, "__array__") else list(prompts)
-    except TypeError:
-        raise RequestError(f"the prompts {prompts!r} are neither text nor lists of token ids") from None
-    return [each] if each and isinstance(each[0], int | np.integer) else each

@@ -30,6 +30,7 @@ __all__ = [
     "StepOutputs",
     "apply_commands",
     "is_plain",
+    "jit_step",
     "num_programs",
     "pack_commands",
     "pack_inputs",
@@ -247,8 +248,17 @@ def _run_step(
     return (_run_steps if bucket.one_token_rows else _run_mixed)(model, cache, inputs, bucket)
 
 
+def jit_step(**options: Any) -> Any:
+    """The step as a jitted function.
+
+    Args:
+      options: of `jax.jit`, such as compiler_options.
+    """
+    return jax.jit(_run_step, static_argnames=("shape", "bucket"), donate_argnames="cache", **options)
+
+
 # Engines of the same model and sizes share their programs.
-run_step = jax.jit(_run_step, static_argnames=("shape", "bucket"), donate_argnames="cache")
+run_step = jit_step()
 apply_commands = jax.jit(_apply_commands, donate_argnames="cache")
 
 

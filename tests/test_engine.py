@@ -259,7 +259,7 @@ def test_nothing_compiles_after_warmup():
 @pytest.mark.parametrize("bucket", [0, -1], ids=["decode", "mixed"])
 def test_the_compiled_step_holds_one_pool(bucket: int):
     llm = engine()
-    bucket = llm._buckets[bucket]
+    bucket = llm._buckets.sizes[bucket]
     spec = replace(llm.spec, num_pages=20_000)
     commands = pack_commands(Commands(), llm._capacity, spec.num_pages, spec.max_seqs)
     inputs = pack_inputs(StepPlan([], [], Commands()), commands, bucket, spec.max_seqs)

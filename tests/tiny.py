@@ -66,7 +66,7 @@ def engine(*, prefill: bool = True, **options: Any) -> jp.LLM:
     engines do that have not compiled the others.
     """
     llm = jp.LLM(model(), **(SIZES | {"dtype": "float32", "debug_checks": True} | options))
-    llm._has_prefilled = prefill
+    llm._buckets.has_prefilled = prefill
     return llm
 
 

@@ -1,0 +1,150 @@
+"""What comes in: prompts become token ids and requests, and what can never run is refused, with the numbers."""
+
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as AnySequence
+from typing import Any
+
+import numpy as np
+
+from jax_paged.cache import CacheSpec
+from jax_paged.errors import RequestError
+from jax_paged.request import Request, SamplingParams
+from jax_paged.sampling import MAX_BIASES
+from jax_paged.tokenizer import Tokenizer
+
+__all__ = ["Intake", "Prompt", "prompt_list"]
+
+type Prompt = str | AnySequence[int] | np.ndarray
+
+
+class Intake:
+    """Makes the requests of one engine, and numbers them.
+
+    Args:
+      config: the model's, with vocab_size, and eos_token_ids if it has any.
+      tokenizer: for text; None if there is none.
+      spec: of the pool.
+      max_model_len: tokens of the longest sequence.
+      exact: as in `LLM`.
+      seed: for requests that bring none.
+      clock: seconds.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Tokenizer | None,
+        spec: CacheSpec,
+        max_model_len: int,
+        *,
+        exact: bool,
+        seed: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._spec = spec
+        self._max_model_len = max_model_len
+        self._exact = exact
+        self._seed = seed
+        self._clock = clock
+        self._next_id = 0
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams | None, namespace: Hashable, priority: int = 0, **options: Any
+    ) -> Request:
+        """A request that can run, or an error that says why not."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"{params=} must be SamplingParams, or None for its defaults")
+        ids = self.encode(prompt)
+        limit = self._max_model_len
+        if len(ids) >= limit + (options.get("max_new_tokens") == 0):
+            raise RequestError(
+                f"a prompt of {len(ids)} tokens leaves no room to generate: sequences have at most "
+                f"max_model_len={limit} tokens here ({-(-limit // self._spec.page_size)} of the pool's "
+                f"{self._spec.num_pages} pages of {self._spec.page_size}); shorten it, or raise max_model_len or "
+                "num_pages"
+            )
+        stop = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop |= set(getattr(self._config, "eos_token_ids", ()))
+        self._check_token_ids(params, stop)
+        try:
+            hash(namespace)
+        except TypeError:
+            raise RequestError(f"{namespace=} cannot be hashed; give a name, a number or a tuple of them") from None
+        if not isinstance(priority, int):
+            raise RequestError(f"{priority=} must be an integer; lower goes first")
+        if self._exact and (params.prompt_logprobs is not None or "score_from" in options):
+            raise NotImplementedError("log-probabilities of a prompt's tokens are not supported with exact=True")
+        request_id = self._next_id
+        self._next_id += 1
+        max_tokens = limit if params.max_tokens is None else params.max_tokens
+        if params.prompt_logprobs is not None:
+            options = {"score_from": 1} | options
+        return Request(
+            request_id,
+            ids,
+            params,
+            seed=params.seed if params.seed is not None else (self._seed * 1_000_003 + request_id) % 2**32,
+            stop_token_ids=frozenset(stop),
+            namespace=namespace,
+            priority=priority,
+            arrival_s=self._clock(),
+            **({"max_new_tokens": min(max_tokens, limit - len(ids))} | options),
+        )
+
+    def _check_token_ids(self, params: SamplingParams, stop: set[int]) -> None:
+        size = self._config.vocab_size
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            for token in ids:
+                if token >= size:
+                    raise RequestError(f"{name}: {token} is not a token id of this model: 0 <= id < {size}")
+        if params.min_tokens and len(set(params.logit_bias) | stop) > MAX_BIASES:
+            raise RequestError(
+                f"logit_bias and stop tokens are {len(set(params.logit_bias) | stop)} token ids together; with "
+                f"min_tokens at most {MAX_BIASES}"
+            )
+        if params.stop and self._tokenizer is None:
+            raise RequestError(
+                f"stop={list(params.stop)} needs a tokenizer, and this model has none; give stop_token_ids, or "
+                "LLM(tokenizer=...)"
+            )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids: list[Any] = self.need_tokenizer("a text prompt").encode(prompt)
+        else:
+            try:
+                ids = np.asarray(prompt).tolist() if hasattr(prompt, "__array__") else list(prompt)
+            except TypeError:
+                raise RequestError(f"the prompt {prompt!r} is neither text nor a list of token ids") from None
+        if not ids:
+            raise RequestError(f"the prompt {prompt!r} has no tokens; give at least one")
+        for token in ids:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int | np.integer)
+                or not 0 <= token < self._config.vocab_size
+            ):
+                raise RequestError(f"{token!r} is not a token id of this model: 0 <= id < {self._config.vocab_size}")
+        return [int(token) for token in ids]
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer, and this model has none; give token ids, or LLM(tokenizer=...)"
+            )
+        return self._tokenizer
+
+
+def prompt_list(prompts: Prompt | AnySequence[Prompt]) -> list[Prompt]:
+    """Tells one prompt from several: token ids are numbers, prompts are not."""
+    if isinstance(prompts, str):
+        return [prompts]
+    try:
+        each: list[Any] = np.asarray(prompts).tolist() if hasattr(prompts, "__array__") else list(prompts)
+    except TypeError:
+        raise RequestError(f"the prompts {prompts!r} are neither text nor lists of token ids") from None
+    return [each] if each and isinstance(each[0], int | np.integer) else each
