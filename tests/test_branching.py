@@ -315,7 +315,7 @@ def test_the_stop_token_that_ends_a_generation_is_not_part_of_the_branch(ending:
     if ending == "stop_token_ids":
         params = greedy(8, stop_token_ids=[stop])
     else:
-        llm.config = replace(llm.config, eos_token_ids=(stop,))
+        tiny.set_end_tokens(llm, stop)
     with llm.prefill(prompt(9)) as branch:
         output = branch.generate(params).outputs[0]
         assert (output.token_ids, output.finish_reason) == (free_run[: end + 1], "stop")
@@ -655,7 +655,7 @@ def common_ends() -> tuple[int, int]:
 def test_i3_beams_that_end_are_ranked_with_those_that_do_not(length_penalty: float):
     ends = common_ends()
     llm = engine()
-    llm.config = replace(llm.config, eos_token_ids=ends)
+    tiny.set_end_tokens(llm, *ends)
     (output,) = llm.beam_search(prompt(11), beam_width=4, max_tokens=8, length_penalty=length_penalty)
     expected = beams(prompt(11), 4, 8, length_penalty, ends)
     assert_beams(output, expected, ends)

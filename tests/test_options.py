@@ -248,7 +248,7 @@ def test_i2_rows_of_all_kinds_that_end_are_aborted_or_go_on_are_what_they_are_al
 def test_end_tokens_of_the_model_end_the_text_unless_ignored(decode_steps_per_call: int | None):
     llm = engine(decode_steps_per_call=decode_steps_per_call)
     tokens = likeliest(prompt(9), 12)
-    llm.config = replace(llm.config, eos_token_ids=(tokens[6],))
+    tiny.set_end_tokens(llm, tokens[6])
     end = tokens.index(tokens[6]) + 1
     sample = first_sample(llm, prompt(9), greedy(12))
     assert (sample.token_ids, sample.finish_reason) == (tokens[:end], "stop")

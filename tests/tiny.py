@@ -1,6 +1,7 @@
 """A model small enough to run thousands of steps, the same model written out in numpy, and engines for it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -68,6 +69,11 @@ def engine(*, prefill: bool = True, **options: Any) -> jp.LLM:
     llm = jp.LLM(model(), **(SIZES | {"dtype": "float32", "debug_checks": True} | options))
     llm._buckets.has_prefilled = prefill
     return llm
+
+
+def set_end_tokens(llm: jp.LLM, *ids: int) -> None:
+    """Gives an engine's model end tokens. Not by its config, with which all programs would be compiled anew."""
+    llm.config = llm._intake._config = replace(llm.config, eos_token_ids=ids)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
