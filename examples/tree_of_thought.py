@@ -13,7 +13,7 @@ be twelve children between six and eight years old, and the budget is small. The
 drink, a game for everyone, and an idea for the case that it rains.
 
 The first step is"""
-NUM_LEVELS, NUM_PROPOSALS, THOUGHT_TOKENS = 3, 3, 10
+NUM_LEVELS, NUM_PROPOSALS, THOUGHT_TOKENS = 2, 3, 10
 
 print("loading the model and compiling")
 # Steps of at most 16 tokens need two programs, one for prefill and one for decode: less to compile. A server has more.
