@@ -58,26 +58,15 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"{params=} must be SamplingParams, or None for its defaults")
         ids = self.encode(prompt)
-        limit = self._max_model_len
-        if len(ids) >= limit + (options.get("max_new_tokens") == 0):
-            raise RequestError(
-                f"a prompt of {len(ids)} tokens leaves no room to generate: sequences have at most "
-                f"max_model_len={limit} tokens here ({-(-limit // self._spec.page_size)} of the pool's "
-                f"{self._spec.num_pages} pages of {self._spec.page_size}); shorten it, or raise max_model_len or "
-                "num_pages"
-            )
         stop = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop |= set(getattr(self._config, "eos_token_ids", ()))
+        self._check_length(ids, computes_only=options.get("max_new_tokens") == 0)
         self._check_token_ids(params, stop)
-        try:
-            hash(namespace)
-        except TypeError:
-            raise RequestError(f"{namespace=} cannot be hashed; give a name, a number or a tuple of them") from None
-        if not isinstance(priority, int):
-            raise RequestError(f"{priority=} must be an integer; lower goes first")
+        self._check_place(namespace, priority)
         if self._exact and (params.prompt_logprobs is not None or "score_from" in options):
             raise NotImplementedError("log-probabilities of a prompt's tokens are not supported with exact=True")
+        limit = self._max_model_len
         request_id = self._next_id
         self._next_id += 1
         max_tokens = limit if params.max_tokens is None else params.max_tokens
@@ -94,6 +83,24 @@ class Intake:
             arrival_s=self._clock(),
             **({"max_new_tokens": min(max_tokens, limit - len(ids))} | options),
         )
+
+    def _check_length(self, ids: list[int], computes_only: bool) -> None:
+        limit = self._max_model_len
+        if len(ids) >= limit + computes_only:
+            raise RequestError(
+                f"a prompt of {len(ids)} tokens leaves no room to generate: sequences have at most "
+                f"max_model_len={limit} tokens here ({-(-limit // self._spec.page_size)} of the pool's "
+                f"{self._spec.num_pages} pages of {self._spec.page_size}); shorten it, or raise max_model_len or "
+                "num_pages"
+            )
+
+    def _check_place(self, namespace: Hashable, priority: int) -> None:
+        try:
+            hash(namespace)
+        except TypeError:
+            raise RequestError(f"{namespace=} cannot be hashed; give a name, a number or a tuple of them") from None
+        if not isinstance(priority, int):
+            raise RequestError(f"{priority=} must be an integer; lower goes first")
 
     def _check_token_ids(self, params: SamplingParams, stop: set[int]) -> None:
         size = self._config.vocab_size
