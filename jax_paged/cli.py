@@ -164,7 +164,7 @@ def _stream(llm: "LLM", ids: list[int], params: "SamplingParams") -> tuple["Requ
       The last output, and the seconds that went into compiling before the first token and after it.
     """
     before = llm.compile_s
-    with _Progress("compiling"):
+    with _Progress("reading the prompt" if before else "compiling"):
         events = llm.stream(ids, params)
         event = next(events)
     at_first = llm.compile_s
