@@ -41,8 +41,12 @@ def main(args: argparse.Namespace) -> None:
         print(json.dumps({"assumptions": bounds.ASSUMPTIONS, "rows": list(rows)}))
         return
     print(_HEADER)
+    targets = []
     for row in rows:
         print(_line(row), flush=True)
+        targets += [target] if (target := _target(row)) else []
+    if targets:
+        print("\nTargets:", *targets, sep="\n  ")
     if not args.no_count:
         print("\nAssumed:", *bounds.ASSUMPTIONS, sep="\n  ")
 
@@ -52,6 +56,23 @@ def _bound(row: dict[str, Any]) -> dict[str, Any]:
         return {}
     bound = bounds.bound(row)
     return {"bound": dataclasses.asdict(bound) | {"bound_by": bound.bound_by}}
+
+
+def _target(row: dict[str, Any]) -> str | None:
+    """What there is to reach for the row, beside what it does."""
+    if "loops" not in row or row["shape"] != "llama3-8b" or row["kv_dtype"] != "bfloat16":
+        return None
+    name, bound = f"{row['chip']} {row['shape']} {row['mode']}, page {row['page_size']}", row["bound"]
+    if row["mode"] == "prefill":
+        busy = bounds.inner_loop(row).busy("MXU", row["capacity"])
+        return f"{name}: matrix slots busy {100 * busy:.0f}%, of {100 * bounds.PREFILL_MXU_BUSY:.0f}% wanted"
+    if row["mode"] != "decode" or row["chip"] not in bounds.RPA_V3_BUNDLES:
+        return None
+    inner, others = bounds.RPA_V3_BUNDLES[row["chip"]]
+    line = f"{name}: {bound['bundles_per_512_tokens']:.0f} bundles per 512 tokens, RPA v3 {inner}"
+    if row["page_size"] in others:
+        line += f"; the rest of the program {bound['other_bundles']}, RPA v3 {others[row['page_size']]}"
+    return line
 
 
 _HEADER = (
@@ -67,7 +88,7 @@ def _line(row: dict[str, Any]) -> str:
         return f"{name}  {row['status']}: {row['reason']}"
     if "loops" not in row:
         return f"{name}  compiled"
-    inner, bound = aot.inner_loop(row), row["bound"]
+    inner, bound = bounds.inner_loop(row), row["bound"]
     units = ("MXU", "XLU", "VALU", "VLOAD", "VSTORE")
     busy = " ".join(f"{100 * inner.busy(unit, row['capacity']):>{5 if unit == 'VSTORE' else 4}.0f}" for unit in units)
     predicted = ""

@@ -153,12 +153,17 @@ def used_bytes(listing: Iterable[str]) -> dict[str, int]:
     return reach
 
 
-def inner_loop(found: dict[str, Any]) -> Loop:
-    """Of what `compile_specs` found: the loop that multiplies most."""
-    return max((Loop(**loop) for loop in found["loops"]), key=lambda loop: loop.slots.get("MXU", 0))
-
-
 # --- the compiler, in a process of its own: it reads where to write its listings when it is loaded ---
+
+# What lets libtpu compile where there is no TPU; to be set before jax is imported.
+COMPILER_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    # Other processes may have loaded it, merely by asking jax for its devices.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
 def compile_specs(specs: Sequence[Spec], *, count: bool = True, keep: str | None = None) -> Iterator[dict[str, Any]]:
@@ -186,14 +191,7 @@ def compile_specs(specs: Sequence[Spec], *, count: bool = True, keep: str | None
 def _compile_elsewhere(specs: Sequence[Spec], count: bool, keep: str | None) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile("w+") as said:
         dump = keep or scratch
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": "",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            # This process may have loaded libtpu itself, merely by asking jax for its devices.
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        }
+        environment = os.environ | COMPILER_ENVIRONMENT
         if count:
             environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
         job = {"dump": dump if count else None, "specs": [dataclasses.asdict(spec) for spec in specs]}

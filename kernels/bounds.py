@@ -18,6 +18,16 @@ from .aot import CONTEXT_TOKENS, MODES, SHAPES, Loop
 CLOCK_GHZ = {"v4": 1.05, "v5e": 1.5, "v5p": 1.75, "v6e": 1.75, "tpu7x": 2.2}
 _CHIP_VERSIONS = {"v4": "TPU_V4", "v5e": "TPU_V5E", "v5p": "TPU_V5P", "v6e": "TPU_V6E", "tpu7x": "TPU_7X"}
 
+# RPA v3 (Jiang et al. 2026, arXiv 2604.15464), compiled and counted in the same way for a decode of Llama-3-8B in
+# bfloat16: bundles of its inner loop per 512 tokens, and of the rest of its program, by page size.
+RPA_V3_BUNDLES = {
+    "v5e": (1066, {16: 1920, 128: 1040}),
+    "v6e": (1050, {16: 1840, 128: 1010}),
+    "tpu7x": (1009, {16: 1230, 128: 410}),
+}
+# Of the inner loop of a prefill's bundles, the share in which the matrix units' slots should be busy.
+PREFILL_MXU_BUSY = 0.6
+
 ASSUMPTIONS = (
     f"rows of {CONTEXT_TOKENS} cached tokens; prefill: {MODES['prefill'][1]} tokens from the start of one row",
     "one bundle a cycle at " + ", ".join(f"{chip} {ghz} GHz" for chip, ghz in CLOCK_GHZ.items()),
@@ -45,7 +55,10 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class _TileLoops:
-    """The loops of one kind of tile: of a block, its pages' copies, and the arithmetic with and without mask."""
+    """The loops of one kind of tile: of a block, its pages' copies, and the arithmetic without and with a mask.
+
+    A decode has one loop of arithmetic, which is both.
+    """
 
     block: Loop
     page_groups: Loop | None
@@ -59,9 +72,8 @@ def bound(found: dict[str, Any]) -> Bound:
     info = _chip(chip)
     hz = CLOCK_GHZ[chip] * 1e9
     heads, kv_heads, head_dim = SHAPES[found["shape"]]
-    kinds = tile_loops([Loop(**loop) for loop in found["loops"]])
-    loops = kinds[0] if mode == "decode" else kinds[-1]
-    kv_tokens, chunk = blocks["kv_tokens"], blocks["compute_tokens"]
+    loops = _loops_of_mode(found)
+    kv_tokens, chunk = blocks["kv_tokens"], blocks["decode_tokens" if mode == "decode" else "compute_tokens"]
     itemsize = 1 if "8" in found["kv_dtype"] else 4 if found["kv_dtype"] == "float32" else 2
     token_bytes = 2 * kv_heads * head_dim * itemsize
     pages = kv_tokens / found["page_size"]
@@ -69,7 +81,9 @@ def bound(found: dict[str, Any]) -> Bound:
     pages_a_turn = 1.0 if loops.page_groups is None else loops.page_groups.dmas / cdiv(head_dim, 128)
     page_bundles = 0.0 if loops.page_groups is None else loops.page_groups.bundles * pages / pages_a_turn
     block_bundles = loops.block.bundles + page_bundles
-    inner_per_block = loops.whole.bundles * kv_tokens / chunk
+    # A decode starts on the keys of a step one turn before the rest of it.
+    turns_per_block = kv_tokens / chunk + (1 if mode == "decode" else 0)
+    inner_per_block = loops.whole.bundles * turns_per_block
     block_hbm_s = kv_tokens * token_bytes / info.mem_bw_bytes_per_second
 
     hbm_share = mxu_share = row_bundles = None
@@ -97,6 +111,16 @@ def bound(found: dict[str, Any]) -> Bound:
     )
 
 
+def inner_loop(found: dict[str, Any]) -> Loop:
+    """Of what `aot.compile_specs` found: the loop of arithmetic, that without a mask where there are two."""
+    return _loops_of_mode(found).whole
+
+
+def _loops_of_mode(found: dict[str, Any]) -> _TileLoops:
+    kinds = tile_loops([Loop(**loop) for loop in found["loops"]])
+    return kinds[0] if found["mode"] == "decode" else kinds[-1]
+
+
 def prefill_turns(tokens: int, blocks: dict[str, int]) -> list[tuple[int, int, int]]:
     """For each query tile of a causal prefill: turns of the whole loop, of the cut loop, and blocks."""
     q_tokens, kv_tokens, chunk = blocks["q_tokens"], blocks["kv_tokens"], blocks["compute_tokens"]
@@ -115,24 +139,24 @@ def prefill_turns(tokens: int, blocks: dict[str, int]) -> list[tuple[int, int, i
 def tile_loops(loops: list[Loop]) -> list[_TileLoops]:
     """Finds the loops of each kind of tile in the program: a decode's; in a mixed program the larger tile's after.
 
-    A loop over blocks is the one directly around two loops that multiply; of these the first needs no mask.
+    A loop over blocks is the one directly around one or two loops that multiply; of two, the first needs no mask.
     """
     found = []
     for i, loop in enumerate(loops):
-        children: list[Loop] = []
-        for later in loops[i + 1 :]:
+        children: list[Loop] = []  # those without loops of their own
+        for j, later in enumerate(loops[i + 1 :], i + 2):
             if later.depth <= loop.depth:
                 break
-            if later.depth == loop.depth + 1:
+            if later.depth == loop.depth + 1 and (j == len(loops) or loops[j].depth <= later.depth):
                 children.append(later)
         arithmetic = [child for child in children if child.slots.get("MXU", 0) > 0]
         copying = [child for child in children if child.dmas > 0]
-        if len(arithmetic) == 2:
+        if len(arithmetic) in (1, 2):
             groups = max(copying, key=lambda child: child.dmas, default=None)
-            found.append(_TileLoops(block=loop, page_groups=groups, whole=arithmetic[0], cut=arithmetic[1]))
+            found.append(_TileLoops(block=loop, page_groups=groups, whole=arithmetic[0], cut=arithmetic[-1]))
     if not found:
         raise ValueError(
-            f"found no loop around two that multiply, among {len(loops)}: has the kernel's structure changed?"
+            f"found no loop around loops that multiply, among {len(loops)}: has the kernel's structure changed?"
         )
     return found
 

@@ -10,9 +10,14 @@ _MIB = 2**20
 VMEM_BYTES = {"v4": 16 * _MIB, "v5e": 128 * _MIB, "v5p": 64 * _MIB, "v6e": 128 * _MIB, "tpu7x": 64 * _MIB}
 # Of an unknown chip, and of interpret mode.
 _OTHER_VMEM_BYTES = 64 * _MIB
-# What one block of KV wants to be. Two are on their way or in use at once, which covers the latency of HBM at any
-# chip's bandwidth; and the loops inside are long enough to be worth their start.
-_BLOCK_BYTES = 4 * _MIB
+# What one block of KV wants to be, in a decode and else. Two are on their way or in use at once, which covers the
+# latency of HBM at any chip's bandwidth; and the loops inside are long enough to be worth their start.
+_DECODE_BLOCK_BYTES, _BLOCK_BYTES = 8 * _MIB, 4 * _MIB
+# Of one turn of a decode with up to 8 KV heads. Half of it takes 0.6 of the time; twice of it leaves more of a row's
+# last turn unused.
+_DECODE_TOKENS = 256
+# Zeroed together behind a row's last token: as many stores as are worth a loop's turn.
+CLEARED_TOKENS = 32
 _LANES = 128
 
 
@@ -22,16 +27,29 @@ class Blocks:
 
     kv_tokens: int  # fetched together; a multiple of the page size
     compute_tokens: int  # of one turn of the inner loop; a multiple of 128
-    softmax_tokens: int  # of one step of the softmax in a decode; divides compute_tokens
+    decode_tokens: int  # of one turn of a decode's; a multiple of 128
     q_tokens: int  # of a tile, all of one row; a power of two
     vmem_bytes: int = _OTHER_VMEM_BYTES
 
+    @property
+    def buffer_tokens(self) -> int:
+        """Room for `kv_tokens`, for the last turn over them, and for what is cleared behind that."""
+        turns = max(round_up(self.kv_tokens, self.compute_tokens), round_up(self.kv_tokens, self.decode_tokens))
+        return turns + CLEARED_TOKENS
+
 
 def choose_blocks(call: AttentionCall, chip: str | None = None) -> Blocks:
-    """Block sizes for a call, by rule: as large as `_BLOCK_BYTES` and the chip's memory allow, and as the call needs.
+    """Block sizes for a call, by rule: as large as the block's bytes and the chip's memory allow, and the call needs.
 
-    The rule is what counting the compiled loops favoured (see `jax-paged kernels`): per 512 tokens and 64 queries of
-    Llama-3-8B's prefill on v6e, chunks of 512 tokens took 3,770 bundles and chunks of 256 took 4,192.
+    The rule is what counting the compiled loops favoured (`jax-paged kernels --blocks`), in bundles per 512 tokens of
+    the inner loop. There is no table beside it: where sizes were tried, the rule's were the least, or within 3% of it
+    once the turn that each block of a decode adds is counted.
+
+    * Decode, `decode_tokens` 128, 256, 512: Llama-3-8B on tpu7x 1,196, 1,000, not tried; on v5e 1,184, 1,012, 997;
+      Gemma-3-4B on v5e 920, 824, 780. A row's last turn, and the turn more, cost twice as much with 512.
+    * Decode with one KV head (Llama-3-70B, tensor-parallel 8) on tpu7x, `decode_tokens` 256, 512, 1,024: 152, 139, 115;
+      with the turn more, a block of 2,048 tokens takes 684, 695, 690.
+    * Prefill of Llama-3-8B on v6e, `compute_tokens` 512 and 256: 3,205 and 3,704.
 
     Args:
         call: the attention call.
@@ -41,8 +59,8 @@ def choose_blocks(call: AttentionCall, chip: str | None = None) -> Blocks:
         ValueError: not even the smallest blocks fit.
     """
     vmem = VMEM_BYTES[chip] if chip is not None else _OTHER_VMEM_BYTES
-    wanted = 1024 if call.decode_only else 512
-    while wanted > _LANES and wanted * _token_bytes(call) > _BLOCK_BYTES:
+    wanted, block_bytes = (2048, _DECODE_BLOCK_BYTES) if call.decode_only else (512, _BLOCK_BYTES)
+    while wanted > _LANES and wanted * _token_bytes(call) > block_bytes:
         wanted //= 2
     longest = call.pages_per_seq * call.page_size
     wanted = min(wanted, max(_LANES, 1 << (longest - 1).bit_length()))
@@ -68,21 +86,26 @@ def choose_blocks(call: AttentionCall, chip: str | None = None) -> Blocks:
 
 def _blocks(call: AttentionCall, wanted: int, q_tokens: int) -> Blocks:
     kv_tokens = max(wanted // call.page_size, 1) * call.page_size
+    decode_tokens = min(wanted, _DECODE_TOKENS if call.num_kv_heads <= 8 else _LANES)
     compute_tokens = wanted if kv_tokens % wanted == 0 else round_up(kv_tokens, _LANES)
-    return Blocks(kv_tokens=kv_tokens, compute_tokens=compute_tokens, softmax_tokens=_LANES, q_tokens=q_tokens)
+    if call.decode_only:
+        compute_tokens = decode_tokens
+    return Blocks(kv_tokens=kv_tokens, compute_tokens=compute_tokens, decode_tokens=decode_tokens, q_tokens=q_tokens)
 
 
 def needed_bytes(call: AttentionCall, blocks: Blocks) -> int:
     """About what the kernel takes of vector memory: its buffers, and the scores of a tile, several times spilled."""
     width = round_up(call.head_dim, _LANES)
     q_rows = round_up(call.num_q_heads, 16) * blocks.q_tokens
-    buffers = 2 * round_up(blocks.kv_tokens, blocks.compute_tokens) * _token_bytes(call)
+    buffers = 2 * blocks.buffer_tokens * _token_bytes(call)
     buffers += 2 * 2 * q_rows * width * _itemsize(call.q_dtype)
     if call.return_lse:
         buffers += 2 * q_rows * _LANES * 4
     state = q_rows * (2 * width + 2 * _LANES) * 4
     rows = cdiv(call.num_q_heads, call.num_kv_heads) * blocks.q_tokens
-    scores = call.num_q_heads * 2 * call.num_kv_heads * _LANES if call.decode_only else rows * blocks.compute_tokens
+    scores = call.num_q_heads * call.num_kv_heads * blocks.decode_tokens
+    if not call.decode_only:
+        scores = max(scores, rows * blocks.compute_tokens)
     return buffers + state + 3 * 4 * scores
 
 

@@ -76,23 +76,25 @@ def found(mode: str, whole_bundles: int) -> dict[str, Any]:
         Loop(depth=3, bundles=40, dmas=8),
         Loop(depth=3, bundles=9, dmas=1),
         Loop(depth=3, bundles=whole_bundles, slots=mxu),
-        Loop(depth=3, bundles=300, slots=mxu),
     ]
-    blocks = {"q_tokens": 64, "kv_tokens": 512, "compute_tokens": 512}
+    if mode != "decode":
+        loops.append(Loop(depth=3, bundles=300, slots=mxu))
+    blocks = {"q_tokens": 64, "kv_tokens": 512, "compute_tokens": 512, "decode_tokens": 256}
     spec = aot.Spec(chip="v6e", shape="llama3-8b", mode=mode, page_size=16)
     return asdict(spec) | {"blocks": blocks, "loops": [asdict(loop) for loop in loops]}
 
 
 def test_a_decode_is_bound_by_memory_until_its_loop_is_longer_than_the_transfer() -> None:
     # 512 tokens of 8 KV heads of 128 in bfloat16 are 2 MiB, which v6e's 1,640 GB/s bring in 1.28 us: 2,238 cycles.
-    fast, slow = bounds.bound(found("decode", 1000)), bounds.bound(found("decode", 4000))
+    fast, slow = bounds.bound(found("decode", 200)), bounds.bound(found("decode", 1500))
     assert fast.block_hbm_us == slow.block_hbm_us == pytest.approx(2**21 / 1640e9 * 1e6)
     assert (fast.bound_by, slow.bound_by) == ("HBM", "compute")
     assert fast.hbm_share == 1.0
-    # A row of 8 blocks: its own 200 bundles, and for each block 100, 4 turns of 40 for 32 pages, and the loop.
-    assert slow.other_bundles == 100 + 200 + 100 + 40 + 9 + 300
+    # A row of 8 blocks: its own 200 bundles, and for each block 100, 4 turns of 40 for 32 pages, and 3 of the loop,
+    # 2 for 512 tokens and 1 to start.
+    assert slow.other_bundles == 100 + 200 + 100 + 40 + 9
     assert slow.row_bundles == 200 + 8 * (100 + 4 * 40)
-    assert slow.hbm_share == pytest.approx(8 * slow.block_hbm_us / ((slow.row_bundles + 8 * 4000) / 1750))
+    assert slow.hbm_share == pytest.approx(8 * slow.block_hbm_us / ((slow.row_bundles + 8 * 3 * 1500) / 1750))
 
 
 def test_a_prefill_is_set_against_the_peak() -> None:
@@ -105,7 +107,7 @@ def test_a_prefill_is_set_against_the_peak() -> None:
 
 def test_a_program_of_another_structure_is_not_guessed_at() -> None:
     with pytest.raises(ValueError, match="structure"):
-        bounds.tile_loops([Loop(depth=0, bundles=5), Loop(depth=1, bundles=5, slots={"MXU": 1})])
+        bounds.tile_loops([Loop(depth=0, bundles=5), *(Loop(depth=1, bundles=5, slots={"MXU": 1}) for _ in range(3))])
 
 
 def arguments(*argv: str) -> argparse.Namespace:
@@ -117,19 +119,20 @@ def arguments(*argv: str) -> argparse.Namespace:
 def test_the_report_prints_a_row_a_shape_and_its_assumptions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compiled = found("decode", 1000) | {
+    compiled = found("decode", 200) | {
         "status": "compiled",
         "vmem_bytes": 2**20,
         "smem_bytes": 2**10,
         "capacity": dict.fromkeys(("MXU", "XLU", "VALU", "VLOAD", "VSTORE"), 2),
     }
-    refused = found("decode", 1000) | {"status": "refused", "reason": "too large"}
+    refused = found("decode", 200) | {"status": "refused", "reason": "too large"}
     del refused["loops"]
     monkeypatch.setattr(aot, "compile_specs", lambda specs, **_: iter([compiled, refused]))
     kernels_report.main(arguments("--chips", "v6e"))
     printed = capsys.readouterr().out
     assert "100% of HBM" in printed
     assert "refused: too large" in printed
+    assert "400 bundles per 512 tokens, RPA v3 1050; the rest of the program 449, RPA v3 1840" in printed
     assert all(assumption in printed for assumption in bounds.ASSUMPTIONS)
     kernels_report.main(arguments("--json"))
     report = json.loads(capsys.readouterr().out)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_paged import kernels
-from jax_paged.kernels import aot
+from jax_paged.kernels import aot, bounds
 from jax_paged.kernels.tpu import _copies, attention, write
 from jax_paged.kernels.tuning import Blocks
 
@@ -87,7 +87,7 @@ def test_decode_matches_the_reference_without_races(dtype: str) -> None:
     assert_matches_reference(lse, want_lse, dtype)
 
 
-SMALL = Blocks(kv_tokens=32, compute_tokens=128, softmax_tokens=128, q_tokens=8)
+SMALL = Blocks(kv_tokens=32, compute_tokens=128, decode_tokens=128, q_tokens=8)
 
 
 def attend(batch: Any, mode: str = "on_wait", *, run: Any = None, **options: Any) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +132,7 @@ def test_positions_past_16_bits_and_tables_of_many_pages_are_right(
         page_size=32, max_kv_len=40_960, pool_tokens=81_920, sliding_window=window,
     )  # fmt: skip
     batch = make_batch(case, 0, jnp.float32)
-    blocks = Blocks(kv_tokens=1024, compute_tokens=1024, softmax_tokens=128, q_tokens=1)
+    blocks = Blocks(kv_tokens=1024, compute_tokens=1024, decode_tokens=128, q_tokens=1)
     for got, want in zip(attend(batch, decode_only=True, blocks=blocks), reference(batch)):
         assert_matches_reference(got, want, "float32")
 
@@ -258,15 +258,29 @@ def test_the_kernel_under_shard_map_over_kv_heads_matches_the_reference(plain_en
 
 # --- the real compiler ---
 
-COUNTS = Path(__file__).parent / "data" / "tpu_bundles.json"
+# By "chip shape mode page": bundles of the inner loop, and of the rest of the program, each counted once.
+COUNTS = json.loads((Path(__file__).parent / "data" / "tpu_bundles.json").read_text())
 
 
-def test_the_kernel_compiles_and_its_inner_loops_stay_as_short_as_they_were(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_kernel_compiles_and_its_loops_stay_as_short_as_they_were(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     pytest.importorskip("libtpu")
-    committed = json.loads(COUNTS.read_text())
-    keys = [key for key in committed if committed[key]["quick"] or request.config.getoption("--long")]
-    specs = [aot.Spec(**committed[key]["spec"]) for key in keys]
-    for key, found in zip(keys, aot.compile_specs(specs)):
-        assert found["status"] == "compiled", f"{key}: {found['reason']}"
-        inner = aot.inner_loop(found).bundles
-        assert inner == pytest.approx(committed[key]["inner_bundles"], rel=0.1), key
+    committed = COUNTS[name]
+    if not committed["quick"] and not request.config.getoption("--long"):
+        pytest.skip("runs with --long")
+    chip, shape, mode, page_size = name.split()
+    (found,) = aot.compile_specs([aot.Spec(chip=chip, shape=shape, mode=mode, page_size=int(page_size))])
+    assert found["status"] == "compiled", found["reason"]
+    assert bounds.inner_loop(found).bundles == pytest.approx(committed["inner"], rel=0.1)
+    assert bounds.bound(found).other_bundles == pytest.approx(committed["others"], rel=0.1)
+
+
+def test_the_write_compiles_to_one_in_place(plain_env: dict[str, str]) -> None:
+    pytest.importorskip("libtpu")
+    script = Path(__file__).with_name("compiled_write.py")
+    environment = plain_env | aot.COMPILER_ENVIRONMENT
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{len(aot.CHIPS)} chips write in place" in done.stdout

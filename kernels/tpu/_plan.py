@@ -48,10 +48,6 @@ class Plan:
         return self.blocks.kv_tokens // self.call.page_size
 
     @property
-    def buffer_tokens(self) -> int:
-        return round_up(self.blocks.kv_tokens, self.blocks.compute_tokens)
-
-    @property
     def precision(self) -> Any:
         return jax.lax.Precision.HIGHEST if self.compute_dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 

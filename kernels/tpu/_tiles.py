@@ -16,32 +16,47 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .._compat import cdiv, floordiv, round_up
+from .._compat import cdiv, floordiv
+from ..tuning import CLEARED_TOKENS
 from ._load import divide, load_all, load_words, packing, store_words, token_and_head, token_of_row, unpack
 from ._plan import LANES, LOG2_E, MASKED, Plan
 
+_PART_ROWS = 256
+
 
 def clear(kv_buf: Any, slot: Any, begin: Any, end: Any) -> None:
-    """Zeroes tokens `begin .. end`, which may hold NaN: the weight of an unseen value is 0, and 0 * NaN is NaN."""
+    """Zeroes tokens `begin .. end`, which may hold NaN: the weight of an unseen value is 0, and 0 * NaN is NaN.
+
+    Up to `CLEARED_TOKENS - 1` after them, too, which nothing reads, and for which the buffer has room.
+    """
     tiles, _, _, rows, lanes = kv_buf.shape
 
-    def zero(start: Any, size: int) -> None:
+    def zero(i: Any, _: Any) -> None:
         for t in range(tiles):
-            kv_buf[t, slot, pl.ds(start, size)] = jnp.zeros((size, rows, lanes), kv_buf.dtype)
+            target = pl.ds(begin + i * CLEARED_TOKENS, CLEARED_TOKENS)
+            kv_buf[t, slot, target] = jnp.zeros((CLEARED_TOKENS, rows, lanes), kv_buf.dtype)
 
-    aligned = jnp.minimum(round_up(begin, 8), end)
-    jax.lax.fori_loop(begin, aligned, lambda i, _: zero(i, 1), None)
-    jax.lax.fori_loop(floordiv(aligned, 8), floordiv(end, 8), lambda i, _: zero(pl.multiple_of(i * 8, 8), 8), None)
+    jax.lax.fori_loop(0, cdiv(end - begin, CLEARED_TOKENS), zero, None)
 
 
-def _load_head(plan: Plan, refs: dict[str, Any], slot: Any, start: Any, row: int) -> jax.Array:
-    """[compute_tokens, head_dim] of a row of the pool's head axis (K or V), tokens in the order of `token_of_row`."""
+def _load_head(plan: Plan, refs: dict[str, Any], slot: Any, start: Any, head: int) -> tuple[jax.Array, jax.Array]:
+    """K and V of a KV head, [compute_tokens, head_dim] each, tokens in the order of `token_of_row`."""
     kv_buf, pack = refs["kv_buf"], packing(refs["kv_buf"].dtype)
-    parts = []
+    rows = 2 * head, 2 * head + 1
+    parts: tuple[list[jax.Array], list[jax.Array]] = [], []
     for t in range(plan.lane_tiles):
-        words = load_words(kv_buf.at[t], slot, start, plan.blocks.compute_tokens, row // pack, interpret=plan.interpret)
-        parts.append(unpack(words, row % pack, kv_buf.dtype, interpret=plan.interpret).astype(plan.compute_dtype))
-    return jnp.concatenate(parts, axis=1)
+        # K and V of one head share their words, but for 32-bit pools. Words are loaded a half at a time and joined,
+        # which costs more than taking them apart.
+        words = {
+            row // pack: load_words(
+                kv_buf.at[t], slot, start, plan.blocks.compute_tokens, row // pack, interpret=plan.interpret
+            )
+            for row in rows
+        }
+        for part, row in zip(parts, rows):
+            values = unpack(words[row // pack], row % pack, kv_buf.dtype, interpret=plan.interpret)
+            part.append(values.astype(plan.compute_dtype))
+    return jnp.concatenate(parts[0], axis=1), jnp.concatenate(parts[1], axis=1)
 
 
 def _dot(plan: Plan, a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
@@ -55,31 +70,22 @@ def _dot(plan: Plan, a: jax.Array, b: jax.Array, contract_b: int) -> jax.Array:
 
 
 def _softmax_step(
-    plan: Plan,
-    refs: dict[str, Any],
-    s: jax.Array,
-    hidden: jax.Array | None,
-    m_old: jax.Array,
-    l_old: jax.Array,
-    *,
-    is_scaled: bool = False,
+    plan: Plan, s: jax.Array, m_old: jax.Array, l_old: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Takes scores [rows, tokens] into the statistics, `hidden`, 0 or MASKED, added to them where there is one.
+    """Takes scores [rows, tokens], MASKED where unseen, into the statistics.
 
     Returns the weights; what the accumulator shrinks by, [rows, LANES] with every lane alike; the new m and l.
     """
-    if not is_scaled:
-        s = s * _score_scale(plan, refs)
-    if plan.call.soft_cap is not None:
-        s = (plan.call.soft_cap * LOG2_E) * jnp.tanh(s)
-    if hidden is not None:
-        s = s + hidden
     m_new = jnp.maximum(m_old, jnp.max(s, axis=1, keepdims=True))
     shrink = jnp.exp2(m_old - m_new)
     p = jnp.exp2(s - _lanes_to(m_new, s.shape[1]))
     # Lane by lane; the lanes are summed once, at the end.
     partial = functools.reduce(jnp.add, jnp.split(p, p.shape[1] // LANES, axis=1))
     return p.astype(plan.compute_dtype), shrink, m_new, l_old * shrink + partial
+
+
+def _cap(plan: Plan, s: jax.Array) -> jax.Array:
+    return s if plan.call.soft_cap is None else (plan.call.soft_cap * LOG2_E) * jnp.tanh(s)
 
 
 def _score_scale(plan: Plan, refs: dict[str, Any]) -> Any:
@@ -95,39 +101,21 @@ def _lanes_to(x: jax.Array, width: int) -> jax.Array:
 
 
 class Cut(NamedTuple):
-    """Positions that say which keys a query sees, for a step where not all see all."""
+    """Positions that say which keys a query sees, for a step where not all may see all."""
 
     q_pos: jax.Array  # of the tile's first query
     kv_pos: jax.Array  # of the step's first key
     kv_end: jax.Array  # behind the block's last key; what follows in the buffer is of no token
 
 
-def _seen(plan: Plan, q_pos: jax.Array, kv_pos: jax.Array, kv_end: jax.Array) -> jax.Array:
-    call = plan.call
-    seen = kv_pos < (jnp.minimum(q_pos + 1, kv_end) if call.causal else kv_end)
+def _seen(plan: Plan, cut: Cut, query: Any, key: jax.Array) -> jax.Array:
+    """Whether the query, counted from the tile's first, sees the key, counted from the step's first."""
+    call, end = plan.call, cut.kv_end - cut.kv_pos
+    last = cut.q_pos - cut.kv_pos + query
+    seen = key < (jnp.minimum(last + 1, end) if call.causal else end)
     if call.sliding_window is not None:
-        seen &= kv_pos > q_pos - call.sliding_window
+        seen &= key > last - call.sliding_window
     return seen
-
-
-def whole_chunks(
-    plan: Plan, tile: Any, block_pos: jax.Array, end: jax.Array, item: dict[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """The first step, and the number of chunks from it on, whose keys all of the tile's queries see."""
-    call = plan.call
-    seen_by_first = jnp.minimum(item["first_pos"] + 1 - block_pos, end) if call.causal else end
-    first = jnp.int32(0)
-    if call.sliding_window is not None:
-        too_old = item["first_pos"] + tile.num_tokens - call.sliding_window - block_pos  # for the last of them
-        first = jnp.minimum(cdiv(jnp.maximum(too_old, 0), tile.step), cdiv(end, tile.step))
-    whole_tokens = jnp.maximum(seen_by_first - first * tile.step, 0)
-    return first, floordiv(whole_tokens, plan.blocks.compute_tokens)
-
-
-def _kv_pos(plan: Plan, refs: dict[str, Any], pos: jax.Array) -> jax.Array:
-    chunk = plan.blocks.compute_tokens
-    row = jax.lax.broadcasted_iota(jnp.int32, (1, chunk), 1)
-    return pos + token_of_row(row, chunk, refs["kv_buf"].dtype)
 
 
 def _finish(
@@ -156,7 +144,7 @@ class Rows:
     def __init__(self, plan: Plan, refs: dict[str, Any], slot: Any) -> None:
         self.plan, self.refs, self.slot = plan, refs, slot
         self.num_heads = plan.q_heads
-        self.num_tokens, self.step = 1, plan.blocks.softmax_tokens
+        self.step = plan.blocks.decode_tokens
 
     def begin(self) -> None:
         refs = self.refs
@@ -164,44 +152,45 @@ class Rows:
         refs["row_l"][...] = _first_lane(refs["row_l"].shape, 1.0 if self.plan.call.sinks else 0.0)
         refs["row_m"][...] = refs["sinks"][...]
 
-    def attend(self, kv_slot: Any, start: Any, size: int, cut: Cut | None) -> None:
+    def attend_block(
+        self, first_pos: jax.Array, kv_slot: Any, block_pos: jax.Array, end: jax.Array, num_steps: jax.Array
+    ) -> None:
+        # In each turn the matrix units work on the keys of a step while the step before is in its softmax. So there is
+        # one turn more than steps; in the first, no key is seen. The mask is always on: a decode has the time, and a
+        # second loop without it would be longer than the mask.
         plan, refs, step = self.plan, self.refs, self.step
-        parts = [refs["q_buf"][t, self.slot, 0][: self.num_heads] for t in range(plan.lane_tiles)]
-        q = jnp.concatenate(parts, axis=1).astype(plan.compute_dtype)
-        m, sums, acc = refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...]
-        # A pipeline of three stages, written out: while step i is in its softmax, the matrix units have the keys of
-        # step i + 1 and the values of step i - 1 to work on.
-        steps = range(0, size, step)
-        scores = _dot(plan, q, self._load(kv_slot, start, 0), 1)
-        waiting: Any = None
-        for i in steps:
-            s = scores
-            if i + step in steps:
-                scores = _dot(plan, q, self._load(kv_slot, start + (i + step), 0), 1)
-            if waiting is not None:
-                acc = self._accumulate(acc, kv_slot, start + (i - step), *waiting)
-            here = None if cut is None else cut._replace(kv_pos=cut.kv_pos + i)
-            p, shrink, m, sums = _softmax_step(plan, refs, s, self._hidden(here), m, sums)
-            waiting = p, shrink
-        acc = self._accumulate(acc, kv_slot, start + steps[-1], *waiting)
-        refs["row_m"][...], refs["row_l"][...], refs["row_acc"][...] = m, sums, acc
 
-    def _accumulate(self, acc: jax.Array, kv_slot: Any, start: Any, p: jax.Array, shrink: jax.Array) -> jax.Array:
-        o = _dot(self.plan, p, self._load(kv_slot, start, 1), 0)
-        return acc * _lanes_to(shrink, self.plan.call.head_dim) + o
+        def turn(i: Any, _: Any) -> None:
+            s = refs["row_s"][...]
+            refs["row_s"][...] = self._scores(kv_slot, jnp.minimum(i, num_steps - 1) * step)
+            start = jnp.maximum(i - 1, 0) * step
+            cut = Cut(first_pos, block_pos + start, block_pos + jnp.where(i == 0, 0, end))
+            p, shrink, refs["row_m"][...], refs["row_l"][...] = _softmax_step(
+                plan, self._masked(s, cut), refs["row_m"][...], refs["row_l"][...]
+            )
+            o = _dot(plan, p, self._load(kv_slot, start, 1), 0)
+            refs["row_acc"][...] = refs["row_acc"][...] * _lanes_to(shrink, plan.call.head_dim) + o
+
+        jax.lax.fori_loop(0, jnp.where(num_steps > 0, num_steps + 1, 0), turn, None)
+
+    def _scores(self, kv_slot: Any, start: Any) -> jax.Array:
+        plan, q_buf = self.plan, self.refs["q_buf"]
+        parts = [q_buf[t, self.slot, 0][: self.num_heads] for t in range(plan.lane_tiles)]
+        q = jnp.concatenate(parts, axis=1).astype(plan.compute_dtype)
+        return _dot(plan, q, self._load(kv_slot, start, 0), 1)
 
     def _load(self, kv_slot: Any, start: Any, which: int) -> jax.Array:
         plan, kv_buf = self.plan, self.refs["kv_buf"]
         parts = [
-            load_all(kv_buf.at[t], kv_slot, start, plan.blocks.softmax_tokens, which, interpret=plan.interpret)
+            load_all(kv_buf.at[t], kv_slot, start, plan.blocks.decode_tokens, which, interpret=plan.interpret)
             for t in range(plan.lane_tiles)
         ]
         return jnp.concatenate(parts, axis=1).astype(plan.compute_dtype)
 
-    def _hidden(self, cut: Cut | None) -> jax.Array:
-        """f32[query heads, keys]: what to add to the scores; MASKED for another head's keys, and beyond a cut."""
+    def _masked(self, s: jax.Array, cut: Cut) -> jax.Array:
+        """The scores [query heads, keys], MASKED for another head's keys and beyond the cut."""
         plan, kv_buf = self.plan, self.refs["kv_buf"]
-        token, head = token_and_head(plan.blocks.softmax_tokens, kv_buf.shape[3], kv_buf.dtype)
+        token, head = token_and_head(self.step, kv_buf.shape[3], kv_buf.dtype)
         width = head.shape[1]
         row = jax.lax.broadcasted_iota(jnp.int32, (self.num_heads, 1), 0)
         period = kv_buf.shape[3] if width % LANES == 0 and LANES % kv_buf.shape[3] == 0 else width
@@ -211,9 +200,8 @@ class Rows:
             bias = jnp.concatenate([bias] * (width // LANES), axis=1)
         else:
             bias = jnp.where(divide(row, plan.group) == head, 0.0, MASKED)
-        if cut is None:
-            return bias
-        return jnp.where(_seen(plan, cut.q_pos, cut.kv_pos + token, cut.kv_end), bias, MASKED)
+        s = _cap(plan, s * _score_scale(plan, self.refs))
+        return jnp.where(_seen(plan, cut, 0, token), s + bias, MASKED)
 
     def end(self) -> None:
         plan, refs = self.plan, self.refs
@@ -231,11 +219,15 @@ class Tile:
 
     def __init__(self, plan: Plan, refs: dict[str, Any], slot: Any) -> None:
         self.plan, self.refs, self.slot = plan, refs, slot
-        self.num_tokens, self.step = plan.blocks.q_tokens, plan.blocks.compute_tokens
+        self.step = plan.blocks.compute_tokens
         self.pack = packing(refs["q_buf"].dtype)
         self.words = plan.group // self.pack
         self.word_rows = plan.blocks.q_tokens * self.pack
         self.rows = self.words * self.word_rows
+        # Rows worked on together; a tile with one KV head has more than one part, so that there is a next one.
+        count = cdiv(self.rows, _PART_ROWS)
+        size = self.rows // count if self.rows % (16 * count) == 0 else self.rows
+        self.parts = [slice(first, first + size) for first in range(0, self.rows, size)]
 
     def begin(self) -> None:
         plan, refs = self.plan, self.refs
@@ -260,39 +252,62 @@ class Tile:
                     refs["tile_m"][head, rows] = jnp.broadcast_to(m, (self.word_rows, LANES))
 
     def _hidden(self, cut: Cut) -> jax.Array:
+        plan = self.plan
         row = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
-        token = floordiv(row, self.pack) & (self.plan.blocks.q_tokens - 1)
-        seen = _seen(self.plan, cut.q_pos + token, _kv_pos(self.plan, self.refs, cut.kv_pos), cut.kv_end)
-        return jnp.where(seen, 0.0, MASKED)
+        query = floordiv(row, self.pack) & (plan.blocks.q_tokens - 1)
+        row = jax.lax.broadcasted_iota(jnp.int32, (1, self.step), 1)
+        key = token_of_row(row, self.step, self.refs["kv_buf"].dtype)
+        return jnp.where(_seen(plan, cut, query, key), 0.0, MASKED)
 
-    def attend(self, kv_slot: Any, start: Any, size: int, cut: Cut | None) -> None:
+    def attend_block(
+        self, first_pos: jax.Array, kv_slot: Any, block_pos: jax.Array, end: jax.Array, num_steps: jax.Array
+    ) -> None:
+        # Steps in the middle, of which every query sees every key, are spared the mask.
+        call, step = self.plan.call, self.step
+        seen_by_first = jnp.minimum(first_pos + 1 - block_pos, end) if call.causal else end
+        first = jnp.int32(0)
+        if call.sliding_window is not None:
+            hidden_from_last = first_pos + self.plan.blocks.q_tokens - call.sliding_window - block_pos
+            first = jnp.minimum(cdiv(jnp.maximum(hidden_from_last, 0), step), num_steps)
+        num_whole = floordiv(jnp.maximum(seen_by_first - first * step, 0), step)
+
+        def attend_whole(c: Any, _: Any) -> None:
+            self._attend(kv_slot, (first + c) * step, None)
+
+        def attend_cut(c: Any, _: Any) -> None:
+            start = jnp.where(c < first, c, c + num_whole) * step
+            self._attend(kv_slot, start, Cut(first_pos, block_pos + start, block_pos + end))
+
+        jax.lax.fori_loop(0, num_whole, attend_whole, None)
+        jax.lax.fori_loop(0, num_steps - num_whole, attend_cut, None)
+
+    def _attend(self, kv_slot: Any, start: Any, cut: Cut | None) -> None:
         plan, refs = self.plan, self.refs
         hidden = None if cut is None else self._hidden(cut)
-        # As in a decode, a pipeline of three stages, here over KV heads: the next one's keys, this one's softmax, the
-        # last one's values.
-        num_heads = plan.call.num_kv_heads
-        scores = self._scores(kv_slot, start, 0)
+        # A pipeline of three stages over heads and parts of their rows, written out: the keys of the next, the softmax
+        # of this one, the values of the last.
+        parts = [(head, rows) for head in range(plan.call.num_kv_heads) for rows in self.parts]
+        k, v = _load_head(plan, refs, kv_slot, start, 0)
+        scores = _dot(plan, refs["tile_q"][*parts[0]], k, 1)
         waiting: Any = None
-        for head in range(num_heads):
-            s = scores
-            if head + 1 < num_heads:
-                scores = self._scores(kv_slot, start, head + 1)
+        for here, following in zip(parts, [*parts[1:], None]):
+            s, own_v = scores, v
+            if following is not None:
+                if following[0] != here[0]:
+                    k, v = _load_head(plan, refs, kv_slot, start, following[0])
+                scores = _dot(plan, refs["tile_q"][*following], k, 1)
             if waiting is not None:
-                self._accumulate(kv_slot, start, head - 1, *waiting)
-            p, shrink, refs["tile_m"][head], refs["tile_l"][head] = _softmax_step(
-                plan, refs, s, hidden, refs["tile_m"][head], refs["tile_l"][head], is_scaled=True
+                self._accumulate(*waiting)
+            s = _cap(plan, s) if hidden is None else _cap(plan, s) + hidden[here[1]]
+            p, shrink, refs["tile_m"][*here], refs["tile_l"][*here] = _softmax_step(
+                plan, s, refs["tile_m"][*here], refs["tile_l"][*here]
             )
-            waiting = p, shrink
-        self._accumulate(kv_slot, start, num_heads - 1, *waiting)
+            waiting = here, p, shrink, own_v
+        self._accumulate(*waiting)
 
-    def _scores(self, kv_slot: Any, start: Any, head: int) -> jax.Array:
-        k = _load_head(self.plan, self.refs, kv_slot, start, 2 * head)
-        return _dot(self.plan, self.refs["tile_q"][head], k, 1)
-
-    def _accumulate(self, kv_slot: Any, start: Any, head: int, p: jax.Array, shrink: jax.Array) -> None:
+    def _accumulate(self, part: tuple[int, slice], p: jax.Array, shrink: jax.Array, v: jax.Array) -> None:
         acc = self.refs["tile_acc"]
-        o = _dot(self.plan, p, _load_head(self.plan, self.refs, kv_slot, start, 2 * head + 1), 0)
-        acc[head] = acc[head] * _lanes_to(shrink, self.plan.call.head_dim) + o
+        acc[*part] = acc[*part] * _lanes_to(shrink, self.plan.call.head_dim) + _dot(self.plan, p, v, 0)
 
     def end(self) -> None:
         plan, refs = self.plan, self.refs

@@ -21,7 +21,7 @@ from . import _copies
 from ._copies import Item
 from ._load import packing
 from ._plan import LANES, LOG2_E, MASKED, Plan
-from ._tiles import Cut, Rows, Tile, clear, whole_chunks
+from ._tiles import Rows, Tile, clear
 
 # Of the 1 MiB of scalar memory a core has; the rest is the compiler's.
 _SMEM_BYTES = 768 * 1024
@@ -153,15 +153,17 @@ def _run(
     lse_tokens, lse_rows = (q_tokens, round_up(q_heads, 8)) if call.return_lse else (1, 8)
     lse_shape = (call.max_tokens, q_heads, LANES) if call.return_lse else (1, 8, LANES)
 
+    score_columns = plan.blocks.decode_tokens * kv_rows // 2
     tile_rows = 8 if call.decode_only else q_tokens * group
     tile_heads = 1 if call.decode_only else heads
     f32, operand = jnp.float32, plan.compute_dtype
     scratch = {
-        "kv_buf": pltpu.VMEM((tiles, 2, plan.buffer_tokens, kv_rows, lanes), kv_pages.dtype),
+        "kv_buf": pltpu.VMEM((tiles, 2, plan.blocks.buffer_tokens, kv_rows, lanes), kv_pages.dtype),
         "q_buf": pltpu.VMEM((tiles, 2, q_tokens, q_rows, lanes), q.dtype),
         "out_buf": pltpu.VMEM((tiles, 2, q_tokens, q_rows, lanes), q.dtype),
         "lse_buf": pltpu.VMEM((1, 2, lse_tokens, lse_rows, LANES), f32),
         # Rows of a decode tile: the query heads.
+        "row_s": pltpu.VMEM((q_heads, score_columns), f32),
         "row_acc": pltpu.VMEM((q_heads, call.head_dim), f32),
         "row_m": pltpu.VMEM((q_heads, LANES), f32),
         "row_l": pltpu.VMEM((q_heads, LANES), f32),
@@ -226,10 +228,11 @@ def _kernel(plan: Plan, refs: dict[str, Any]) -> None:
     refs["sent"][1] = 0
     if refs["kv_buf"].shape[3] != 2 * plan.call.num_kv_heads:
         # Rows no copy ever fills: their weights are 0, and 0 * NaN is NaN.
-        clear(refs["kv_buf"], 0, 0, plan.buffer_tokens)
-        clear(refs["kv_buf"], 1, 0, plan.buffer_tokens)
+        clear(refs["kv_buf"], 0, 0, plan.blocks.buffer_tokens)
+        clear(refs["kv_buf"], 1, 0, plan.blocks.buffer_tokens)
 
-    first = _describe(plan, refs, _next_row(refs, 0, num_rows), 0)
+    zero = jnp.int32(0)
+    first = _describe(plan, refs, _next_row(plan, refs, zero), zero)
 
     @pl.when(first["row"] < num_rows)
     def _() -> None:
@@ -241,9 +244,7 @@ def _kernel(plan: Plan, refs: dict[str, Any]) -> None:
     def visit(state: _Walk) -> _Walk:
         row, tile, count, step = state
         item = _describe(plan, refs, row, tile)
-        is_last_tile = tile + 1 >= item["num_tiles"]
-        next_row = jnp.where(is_last_tile, _next_row(refs, row + 1, num_rows), row)
-        next_tile = jnp.where(is_last_tile, 0, tile + 1)
+        next_row, next_tile = _next_tile(plan, refs, item, row, tile)
         following = _describe(plan, refs, next_row, next_tile)
         slot = count & 1
 
@@ -263,31 +264,42 @@ def _kernel(plan: Plan, refs: dict[str, Any]) -> None:
         _copies.start_out(plan, refs, item, slot)
         return next_row, next_tile, count + 1, step + item["num_blocks"]
 
-    zero = jnp.int32(0)
     jax.lax.while_loop(lambda state: state[0] < num_rows, visit, (first["row"], zero, zero, zero))
-    _copies.wait_out(plan, refs, 0)
-    _copies.wait_out(plan, refs, 1)
+    jax.lax.fori_loop(0, 2, lambda slot, _: _copies.wait_out(plan, refs, slot), None)
 
 
-def _next_row(refs: dict[str, Any], row: Any, num_rows: jax.Array) -> jax.Array:
-    """The first row from `row` on that has queries."""
-    cu, last = refs["cu_q_lens"], refs["cu_q_lens"].shape[0] - 2
+def _next_tile(
+    plan: Plan, refs: dict[str, Any], item: Item, row: jax.Array, tile: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    if plan.call.decode_only:
+        return row + 1, tile
+    is_last = tile + 1 >= item["num_tiles"]
+    return jnp.where(is_last, _next_row(plan, refs, row + 1), row), jnp.where(is_last, 0, tile + 1)
+
+
+def _next_row(plan: Plan, refs: dict[str, Any], row: jax.Array) -> jax.Array:
+    """The first row from `row` on that has queries; in a decode all have."""
+    if plan.call.decode_only:
+        return row
+    cu, last, num_rows = refs["cu_q_lens"], refs["cu_q_lens"].shape[0] - 2, refs["num_seqs"][0]
 
     def is_empty(row: jax.Array) -> jax.Array:
         safe = jnp.minimum(row, last)
         return (row < num_rows) & (cu[safe] == cu[safe + 1])
 
-    return jax.lax.while_loop(is_empty, lambda row: row + 1, jnp.asarray(row, jnp.int32))
+    return jax.lax.while_loop(is_empty, lambda row: row + 1, row)
 
 
-def _describe(plan: Plan, refs: dict[str, Any], row: jax.Array, tile: Any) -> Item:
+def _describe(plan: Plan, refs: dict[str, Any], row: jax.Array, tile: jax.Array) -> Item:
     """The scalars of a tile. Past the last row: those of a tile with no pages."""
-    call, cu = plan.call, refs["cu_q_lens"]
+    call, cu, q_tokens = plan.call, refs["cu_q_lens"], plan.blocks.q_tokens
     is_row = row < refs["num_seqs"][0]
     safe = jnp.minimum(row, call.max_seqs - 1)
-    kv_len, start, end = refs["kv_lens"][safe], cu[safe], cu[safe + 1]
-    q_begin = start + tile * plan.blocks.q_tokens
-    q_count = jnp.minimum(end - q_begin, plan.blocks.q_tokens)
+    kv_len = refs["kv_lens"][safe]
+    # In a decode, token i is all there is of row i.
+    start, end = (row, row + 1) if call.decode_only else (cu[safe], cu[safe + 1])
+    q_begin = start + tile * q_tokens
+    q_count = 1 if call.decode_only else jnp.minimum(end - q_begin, q_tokens)
     first_pos = kv_len - end + q_begin  # of the tile's first query
     kv_end = jnp.clip(first_pos + q_count, 0, kv_len) if call.causal else kv_len
     window = call.sliding_window
@@ -298,7 +310,7 @@ def _describe(plan: Plan, refs: dict[str, Any], row: jax.Array, tile: Any) -> It
         "row": row,
         "q_begin": q_begin,
         "q_count": q_count,
-        "num_tiles": cdiv(end - start, plan.blocks.q_tokens),
+        "num_tiles": 1 if call.decode_only else cdiv(end - start, q_tokens),
         "first_pos": first_pos,
         "kv_end": kv_end,
         "first_page": first_page,
@@ -327,21 +339,7 @@ def _attend(
         end = jnp.clip(item["kv_end"] - block_pos, 0, plan.blocks.kv_tokens)
         num_steps = cdiv(end, tile.step)
         clear(refs["kv_buf"], kv_slot, end, num_steps * tile.step)
-
-        # Where every query sees every key, in the middle, whole chunks are spared the mask. What lies before and
-        # after goes in the smaller steps.
-        first, chunks = whole_chunks(plan, tile, block_pos, end, item)
-        steps_per_chunk = plan.blocks.compute_tokens // tile.step
-
-        def whole_chunk(c: Any, _: Any) -> None:
-            tile.attend(kv_slot, first * tile.step + c * plan.blocks.compute_tokens, plan.blocks.compute_tokens, None)
-
-        def cut_step(i: Any, _: Any) -> None:
-            start = jnp.where(i < first, i, i + chunks * steps_per_chunk) * tile.step
-            tile.attend(kv_slot, start, tile.step, Cut(item["first_pos"], block_pos + start, block_pos + end))
-
-        jax.lax.fori_loop(0, chunks, whole_chunk, None)
-        jax.lax.fori_loop(0, num_steps - chunks * steps_per_chunk, cut_step, None)
+        tile.attend_block(item["first_pos"], kv_slot, block_pos, end, num_steps)
 
     jax.lax.fori_loop(0, item["num_blocks"], block_step, None)
     tile.end()
