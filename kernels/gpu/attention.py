@@ -7,6 +7,7 @@ that differs in its work items, and query heads that share keys read them once.
 
     producer warpgroup    page ids -> TMA copies of K and V blocks into a ring in shared memory, `stages` ahead, on
                           into the next unit; and the next unit's queries
+    converter, if any     8-bit K and V -> what the queries are, in a ring of its own (`convert.py`)
     each consumer         S = Q K^T (wgmma), online softmax in float32, O += P V (wgmma)
 
 The online softmax is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1); the producer and its ring
@@ -25,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import _compat
+from . import _compat, convert
 from .tiles import ROWS, Tiles, swizzle_bytes
 from .work import Item, KvBlocks, Work
 
@@ -48,15 +49,21 @@ class _Refs(NamedTuple):
     q_stage: Any  # [consumers, tokens, group, head_dim], as it lies in global memory
     q_rows: Any  # [consumers, ROWS, head_dim], as wgmma reads it
     out_stage: Any  # as q_stage
-    k: Any  # [stages, block_kv, head_dim]
+    k: Any  # [ring, block_kv, head_dim], as wgmma reads it
     v: Any
     q_ready: Any  # barriers: one per consumer
     q_free: Any
-    k_ready: Any  # one per stage
+    k_ready: Any  # one per entry of the ring
     k_free: Any
     v_ready: Any
     v_free: Any
-    v_clean: Any  # one
+    v_clean: Any = None  # one, of the consumers, where they clean values
+    fetched_k: Any = None  # [stages, block_kv, head_dim] in 8 bits, and its barriers, where there is a converter
+    fetched_v: Any = None
+    fetched_k_ready: Any = None
+    fetched_k_free: Any = None
+    fetched_v_ready: Any = None
+    fetched_v_free: Any = None
 
 
 class _Unit(NamedTuple):
@@ -88,7 +95,8 @@ class Kernel:
     head_dim: int
     page_size: int
     max_tokens: int
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # of the queries and the output
+    kv_dtype: jnp.dtype  # the same, or of 8 bits
     one_token: bool
     partial_output: bool
     causal: bool
@@ -107,11 +115,21 @@ class Kernel:
 
     @property
     def smem_bytes(self) -> int:
-        return self.tiles.smem_bytes(self.head_dim, self.dtype.itemsize)
+        return self.tiles.smem_bytes(self.head_dim, self.dtype.itemsize, self.kv_dtype.itemsize)
 
     @property
     def bytes_in_flight(self) -> int:
-        return self.tiles.bytes_in_flight(self.head_dim, self.dtype.itemsize)
+        return self.tiles.bytes_in_flight(self.head_dim, self.kv_dtype.itemsize)
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumers, then the producer, then the converter if there is one."""
+        return self.tiles.consumers + (2 if self.tiles.converted else 1)
+
+    @property
+    def ring(self) -> int:
+        """Entries of the ring that consumers read."""
+        return self.tiles.converted or self.tiles.stages
 
     @property
     def kv_blocks(self) -> KvBlocks:
@@ -142,7 +160,7 @@ class Kernel:
             scratch_types=self._scratch(),
             grid=(self.tiles.num_blocks,),
             grid_names=("block",),
-            num_threads=self.tiles.consumers + 1,
+            num_threads=self.warpgroups,
             thread_name="warpgroup",
             kernel_name=self.name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -153,39 +171,56 @@ class Kernel:
         out, lse = call(*work, page_indices, scales * unit, q, kv_pages)
         return out, lse
 
-    def _scratch(self) -> tuple[Any, ...]:
+    def _scratch(self) -> dict[str, Any]:
         t = self.tiles
-        transforms = _compat.swizzled(swizzle_bytes(self.head_dim, self.dtype.itemsize), self.dtype.itemsize)
         stage = plgpu.SMEM((t.consumers, self.tokens, self.group, self.head_dim), self.dtype)
-        kv = plgpu.SMEM((t.stages, t.block_kv, self.head_dim), self.dtype, transforms=transforms)
+        barrier = partial(plgpu.Barrier, num_barriers=self.ring)
+        scratch = {
+            "q_stage": stage,
+            "q_rows": self._swizzled((t.consumers, ROWS), self.dtype),
+            "out_stage": stage,
+            "q_ready": plgpu.Barrier(num_barriers=t.consumers),
+            "q_free": plgpu.Barrier(num_barriers=t.consumers),
+        }
+        fetched = partial(plgpu.Barrier, num_barriers=t.stages)
         pages_per_block = max(t.block_kv // self.page_size, 1)  # each is one copy, and each copy one arrival
-        return (
-            stage,
-            plgpu.SMEM((t.consumers, ROWS, self.head_dim), self.dtype, transforms=transforms),
-            stage,
-            kv,
-            kv,
-            plgpu.Barrier(num_barriers=t.consumers),
-            plgpu.Barrier(num_barriers=t.consumers),
-            plgpu.Barrier(num_arrivals=pages_per_block, num_barriers=t.stages),
-            plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
-            plgpu.Barrier(num_arrivals=pages_per_block, num_barriers=t.stages),
-            plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
-            plgpu.Barrier(num_arrivals=t.consumers),
-        )
+        for ring in ("k", "v"):
+            scratch[ring] = self._swizzled((self.ring, t.block_kv), self.dtype)
+            scratch[f"{ring}_free"] = barrier(num_arrivals=t.consumers)
+            if t.converted:
+                scratch[f"{ring}_ready"] = barrier()
+                scratch[f"fetched_{ring}"] = self._swizzled((t.stages, t.block_kv), self.kv_dtype)
+                scratch[f"fetched_{ring}_ready"] = fetched(num_arrivals=pages_per_block)
+                scratch[f"fetched_{ring}_free"] = fetched()
+            else:
+                scratch[f"{ring}_ready"] = barrier(num_arrivals=pages_per_block)
+        return scratch if t.converted else scratch | {"v_clean": plgpu.Barrier(num_arrivals=t.consumers)}
 
-    def _body(self, *args: Any) -> None:
-        refs = _Refs(*args)
-        warpgroup = lax.axis_index("warpgroup")
+    def _swizzled(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+        transforms = _compat.swizzled(swizzle_bytes(self.head_dim, dtype.itemsize), dtype.itemsize)
+        return plgpu.SMEM((*shape, self.head_dim), dtype, transforms=transforms)
 
-        @pl.when(warpgroup == self.tiles.consumers)
+    def _body(self, *args: Any, **scratch: Any) -> None:
+        refs = _Refs(*args, **scratch)
+        warpgroup, consumers = lax.axis_index("warpgroup"), self.tiles.consumers
+        registers = _REGISTERS[self.warpgroups, consumers]
+
+        @pl.when(warpgroup == consumers)
         def _() -> None:
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(registers.producer, action="decrease")
             self._for_each_unit(refs, partial(self._produce, refs))
 
-        @pl.when(warpgroup < self.tiles.consumers)
+        if self.tiles.converted:
+
+            @pl.when(warpgroup == consumers + 1)
+            def _() -> None:
+                action: Any = "decrease" if registers.converter < 128 else "increase"
+                plgpu.set_max_registers(registers.converter, action=action)
+                self._for_each_unit(refs, partial(self._convert, refs))
+
+        @pl.when(warpgroup < consumers)
         def _() -> None:
-            plgpu.set_max_registers(_CONSUMER_REGISTERS[self.tiles.consumers], action="increase")
+            plgpu.set_max_registers(registers.consumer, action="increase")
             self._for_each_unit(refs, partial(self._consume, refs, warpgroup))
             if not self.partial_output:
                 plgpu.wait_smem_to_gmem(0)
@@ -222,7 +257,8 @@ class Kernel:
         def _(j: jax.Array) -> None:
             entry, position = unit.blocks_before + j, kv_start + j * self.tiles.block_kv
             slot = lax.rem(entry, jnp.int32(self.tiles.stages))
-            for head, ring in ((2 * unit.head, "k"), (2 * unit.head + 1, "v")):
+            fetched = "fetched_" if self.tiles.converted else ""
+            for head, ring in ((2 * unit.head, f"{fetched}k"), (2 * unit.head + 1, f"{fetched}v")):
                 pl.when(entry >= self.tiles.stages)(partial(_wait, refs, f"{ring}_free", slot))
                 self._copy_block(refs, head, ring, slot, row, position, kv_len)
 
@@ -234,12 +270,34 @@ class Kernel:
         Beyond the row's last page it is that page again: what is copied there is not used, but it may be read.
         """
         rows = min(self.page_size, self.tiles.block_kv)
-        offset = lax.rem(position, jnp.int32(self.page_size)) if rows < self.page_size else 0
+        offset: Any = 0
+        if rows < self.page_size:  # the compiler must know that the copy starts at a tile of shared memory's
+            offset = pl.multiple_of(lax.rem(position, jnp.int32(self.page_size)), rows)
         buffer, ready = getattr(refs, ring), getattr(refs, f"{ring}_ready")
         for i in range(0, self.tiles.block_kv, rows):
             page = lax.div(lax.min(position + i, kv_len - 1), jnp.int32(self.page_size))
             page_ref = refs.kv_pages.at[refs.page_indices[row, page], pl.ds(offset, rows), head]
             plgpu.copy_gmem_to_smem(page_ref, buffer.at[slot, pl.ds(i, rows)], ready.at[slot])
+
+    # --- the converter ---
+
+    def _convert(self, refs: _Refs, unit: _Unit) -> None:
+        kv_len, kv_start = unit.read(Item.KV_LEN), unit.read(Item.KV_START)
+
+        @pl.loop(0, unit.read(Item.NUM_BLOCKS))
+        def _(j: jax.Array) -> None:
+            entry, num_valid = unit.blocks_before + j, kv_len - (kv_start + j * self.tiles.block_kv)
+            source, target = (lax.rem(entry, jnp.int32(n)) for n in (self.tiles.stages, self.ring))
+            for ring in ("k", "v"):
+                _wait(refs, f"fetched_{ring}_ready", source)
+                pl.when(entry >= self.ring)(partial(_wait, refs, f"{ring}_free", target))
+                converted = getattr(refs, ring).at[target]
+                convert.convert(getattr(refs, f"fetched_{ring}").at[source], converted)
+                if ring == "v":
+                    pl.when(num_valid < self.tiles.block_kv)(partial(convert.zero_from, converted, num_valid))
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(getattr(refs, f"fetched_{ring}_free").at[source])
+                plgpu.barrier_arrive(getattr(refs, f"{ring}_ready").at[target])
 
     # --- a consumer ---
 
@@ -268,7 +326,7 @@ class Kernel:
 
     def _attend_to_block(self, refs: _Refs, w: jax.Array, unit: _Unit, j: jax.Array, carry: Any) -> Any:
         acc, row_max, row_sum = carry
-        slot = lax.rem(unit.blocks_before + j, jnp.int32(self.tiles.stages))
+        slot = lax.rem(unit.blocks_before + j, jnp.int32(self.ring))
         kv_start = unit.read(Item.KV_START) + j * self.tiles.block_kv
         kv_end, kv_len = kv_start + self.tiles.block_kv, unit.read(Item.KV_LEN)
 
@@ -297,7 +355,8 @@ class Kernel:
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
 
         _wait(refs, "v_ready", slot)
-        pl.when(kv_end > kv_len)(partial(self._clean_values, refs, w, slot, kv_len - kv_start))
+        if not self.tiles.converted:  # the converter has done it
+            pl.when(kv_end > kv_len)(partial(self._clean_values, refs, w, slot, kv_len - kv_start))
         acc = self._add_values(acc, p.astype(self.dtype), refs.v.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return acc, new_max, row_sum
@@ -335,14 +394,7 @@ class Kernel:
 
         @pl.when(w == 0)
         def _() -> None:
-            # In pieces: the accumulator leaves few registers.
-            columns = swizzle_bytes(self.head_dim, self.dtype.itemsize) // self.dtype.itemsize
-            for i in range(0, self.tiles.block_kv, ROWS):
-                for c in range(0, self.head_dim, columns):
-                    ref = refs.v.at[slot, pl.ds(i, ROWS), pl.ds(c, columns)]
-                    v = plgpu.load(ref, layout=_MATRIX, optimized=False)
-                    index = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=_MATRIX)
-                    _compat.store(ref, jnp.where(index < num_valid - i, v, jnp.zeros_like(v)))
+            convert.zero_from(refs.v.at[slot], num_valid)
             plgpu.commit_smem()
 
         # All consumers of a block meet here, at most once in an item.
@@ -396,6 +448,18 @@ def _wait(refs: _Refs, barrier: str, index: Any) -> None:
     plgpu.barrier_wait(getattr(refs, barrier).at[index])
 
 
-# Of the 65,536 registers of an SM, per thread. What the producer gives up the consumers get.
-_PRODUCER_REGISTERS = 40
-_CONSUMER_REGISTERS = {1: 248, 2: 232}
+class _Registers(NamedTuple):
+    """Per thread. What the producer gives up the others get."""
+
+    producer: int
+    consumer: int
+    converter: int = 0
+
+
+# By warpgroups and the consumers among them. At the launch all have the same share of an SM's 65,536: 248, 168 or 128.
+_REGISTERS = {
+    (2, 1): _Registers(producer=40, consumer=248),
+    (3, 2): _Registers(producer=40, consumer=232),
+    (3, 1): _Registers(producer=56, consumer=248, converter=200),
+    (4, 2): _Registers(producer=56, consumer=200, converter=56),
+}
