@@ -208,7 +208,11 @@ class Kernel:
         @pl.when(warpgroup == consumers)
         def _() -> None:
             plgpu.set_max_registers(registers.producer, action="decrease")
-            self._for_each_unit(refs, partial(self._produce, refs))
+            units, blocks = self._for_each_unit(refs, partial(self._produce, refs))
+            if self.interpret:
+                for w in range(consumers):
+                    pl.when(units > 0)(partial(_wait, refs, "q_free", w))
+                self._see_last_arrivals(refs, "fetched_" if self.tiles.converted else "", blocks, self.tiles.stages)
 
         if self.tiles.converted:
 
@@ -216,7 +220,9 @@ class Kernel:
             def _() -> None:
                 action: Any = "decrease" if registers.converter < 128 else "increase"
                 plgpu.set_max_registers(registers.converter, action=action)
-                self._for_each_unit(refs, partial(self._convert, refs))
+                _, blocks = self._for_each_unit(refs, partial(self._convert, refs))
+                if self.interpret:
+                    self._see_last_arrivals(refs, "", blocks, self.ring)
 
         @pl.when(warpgroup < consumers)
         def _() -> None:
@@ -225,8 +231,14 @@ class Kernel:
             if not self.partial_output:
                 plgpu.wait_smem_to_gmem(0)
 
-    def _for_each_unit(self, refs: _Refs, do: Callable[[_Unit], None]) -> None:
-        """Calls `do` for each of this thread block's units."""
+    def _see_last_arrivals(self, refs: _Refs, prefix: str, blocks: jax.Array, entries: int) -> None:
+        """Waits until what was last in a ring is used: the interpreter of jax 0.11 takes less for an error."""
+        for ring in ("k_free", "v_free"):
+            for slot in range(entries):
+                pl.when(blocks > slot)(partial(_wait, refs, f"{prefix}{ring}", slot))
+
+    def _for_each_unit(self, refs: _Refs, do: Callable[[_Unit], None]) -> tuple[jax.Array, jax.Array]:
+        """Calls `do` for each of this thread block's units; says how many there were, and of how many blocks."""
         first = lax.axis_index("block")
         num_units = refs.num_items[0] * self.num_kv_heads
         steps = lax.div(num_units - first + (self.tiles.num_blocks - 1), jnp.int32(self.tiles.num_blocks))
@@ -240,7 +252,7 @@ class Kernel:
             do(unit)
             return blocks_before + unit.read(Item.NUM_BLOCKS)
 
-        lax.fori_loop(0, steps, step, jnp.int32(0))
+        return steps, lax.fori_loop(0, steps, step, jnp.int32(0))
 
     # --- the producer ---
 
