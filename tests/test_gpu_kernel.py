@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged import kernels
+from jax_paged import cli, kernels
+from jax_paged.kernels import api
 from jax_paged.kernels.gpu import _compat, aot, attention, supports, why_not_on
 from jax_paged.kernels.gpu.launch import kernels_of
 from jax_paged.kernels.gpu.work import Item, KvBlocks, Work, merge_parts, plan_decode, plan_prefill
@@ -281,6 +282,56 @@ def test_a_gpu_that_is_not_a_hopper_is_refused_by_its_capability() -> None:
     assert why_not_on("9.0") is None
     assert "'10.0'" in str(why_not_on("10.0"))
     assert "'8.0'" in str(why_not_on("8.0"))
+
+
+# --- what is chosen on a GPU ---
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """As where jax's default platform is a GPU of the compute capability that the test names."""
+    monkeypatch.setattr(api, "_default_platform", lambda: "gpu")
+    return lambda capability: monkeypatch.setattr(_compat, "local_capability", lambda: capability)
+
+
+def test_env_names_the_kernel_that_runs_on_a_hopper(
+    on_a_gpu: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_gpu("9.0")
+    assert cli.main(["env"]) == 0
+    assert "attention pallas_gpu: the kernel for platform 'gpu' supports the call" in capsys.readouterr().out
+
+
+def test_env_says_why_another_gpu_falls_back(
+    on_a_gpu: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_gpu("8.0")
+    cli.main(["env"])
+    assert "attention xla: pallas_gpu cannot run the call (compute capability='8.0'" in capsys.readouterr().out
+
+
+def program_of(dtype: str) -> str:
+    """What is compiled for CUDA of a decode whose implementation is not named."""
+
+    def array(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    arrays = array(4, 4, 64, dtype=dtype), array(8, 16, 4, 64, dtype=dtype), array(4, 4), array(4)
+    anew = jax.jit(lambda *arrays: kernels.paged_attention(*arrays))  # what is traced is kept by function
+    return anew.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_call_without_a_name_is_the_kernel_on_a_hopper_and_xla_for_what_it_refuses(
+    on_a_gpu: Callable[[str], None],
+) -> None:
+    on_a_gpu("9.0")
+    assert "mosaic_gpu" in program_of("bfloat16")
+    assert "mosaic_gpu" not in program_of("float32")
+
+
+def test_a_call_without_a_name_is_xla_on_a_gpu_that_is_no_hopper(on_a_gpu: Callable[[str], None]) -> None:
+    on_a_gpu("12.0")
+    assert "mosaic_gpu" not in program_of("bfloat16")
 
 
 # --- the compiler ---

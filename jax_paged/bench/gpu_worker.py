@@ -82,7 +82,7 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            answer = (function(*args), None, True)
+            answer: tuple[Any, str | None, bool] = (function(*args), None, True)
         # Whatever it is, the caller wants to go on with other calls.
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]

@@ -203,33 +203,35 @@ class Kernel:
     def _body(self, *args: Any, **scratch: Any) -> None:
         refs = _Refs(*args, **scratch)
         warpgroup, consumers = lax.axis_index("warpgroup"), self.tiles.consumers
-        registers = _REGISTERS[self.warpgroups, consumers]
-
-        @pl.when(warpgroup == consumers)
-        def _() -> None:
-            plgpu.set_max_registers(registers.producer, action="decrease")
-            units, blocks = self._for_each_unit(refs, partial(self._produce, refs))
-            if self.interpret:
-                for w in range(consumers):
-                    pl.when(units > 0)(partial(_wait, refs, "q_free", w))
-                self._see_last_arrivals(refs, "fetched_" if self.tiles.converted else "", blocks, self.tiles.stages)
-
+        pl.when(warpgroup == consumers)(partial(self._be_producer, refs))
         if self.tiles.converted:
+            pl.when(warpgroup == consumers + 1)(partial(self._be_converter, refs))
+        pl.when(warpgroup < consumers)(partial(self._be_consumer, refs, warpgroup))
 
-            @pl.when(warpgroup == consumers + 1)
-            def _() -> None:
-                action: Any = "decrease" if registers.converter < 128 else "increase"
-                plgpu.set_max_registers(registers.converter, action=action)
-                _, blocks = self._for_each_unit(refs, partial(self._convert, refs))
-                if self.interpret:
-                    self._see_last_arrivals(refs, "", blocks, self.ring)
+    def _be_consumer(self, refs: _Refs, w: jax.Array) -> None:
+        plgpu.set_max_registers(self._registers.consumer, action="increase")
+        self._for_each_unit(refs, partial(self._consume, refs, w))
+        if not self.partial_output:
+            plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup < consumers)
-        def _() -> None:
-            plgpu.set_max_registers(registers.consumer, action="increase")
-            self._for_each_unit(refs, partial(self._consume, refs, warpgroup))
-            if not self.partial_output:
-                plgpu.wait_smem_to_gmem(0)
+    def _be_producer(self, refs: _Refs) -> None:
+        plgpu.set_max_registers(self._registers.producer, action="decrease")
+        units, blocks = self._for_each_unit(refs, partial(self._produce, refs))
+        if self.interpret:
+            for w in range(self.tiles.consumers):
+                pl.when(units > 0)(partial(_wait, refs, "q_free", w))
+            self._see_last_arrivals(refs, "fetched_" if self.tiles.converted else "", blocks, self.tiles.stages)
+
+    def _be_converter(self, refs: _Refs) -> None:
+        num = self._registers.converter
+        plgpu.set_max_registers(num, action="decrease" if num < 128 else "increase")
+        _, blocks = self._for_each_unit(refs, partial(self._convert, refs))
+        if self.interpret:
+            self._see_last_arrivals(refs, "", blocks, self.ring)
+
+    @property
+    def _registers(self) -> "_Registers":
+        return _REGISTERS[self.warpgroups, self.tiles.consumers]
 
     def _see_last_arrivals(self, refs: _Refs, prefix: str, blocks: jax.Array, entries: int) -> None:
         """Waits until what was last in a ring is used: the interpreter of jax 0.11 takes less for an error."""
