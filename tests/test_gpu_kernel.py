@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged import kernels
+from jax_paged import cli, kernels
+from jax_paged.kernels import api
 from jax_paged.kernels.gpu import _compat, aot, attention, supports, why_not_on
 from jax_paged.kernels.gpu.launch import kernels_of
 from jax_paged.kernels.gpu.work import Item, KvBlocks, Work, merge_parts, plan_decode, plan_prefill
@@ -28,9 +29,11 @@ QUICK = (
     ("fewer_keys_than_queries", "bfloat16"),
     ("chunked", "bfloat16"),
     ("everything", "float16"),
+    ("int8_kv", "bfloat16"),
+    ("fp8_kv", "float16"),
 )
 # What is refused by name, and tested as such.
-REFUSED = {"group_1_dim_80", "page_size_1", "int8_kv", "fp8_kv", "bfloat16_kv", "float32_kv"}
+REFUSED = {"group_1_dim_80", "page_size_1", "bfloat16_kv", "float32_kv"}
 
 
 @pytest.fixture(autouse=True)
@@ -86,16 +89,64 @@ def test_a_long_sequence_is_split_and_merged_without_races() -> None:
 
 
 def test_float16_does_not_overflow_where_the_result_fits() -> None:
-    # Unnormalised sums of 40 values of about 6e4 are far beyond float16, whose largest number is 65504.
+    # Unnormalised sums of 40 values of about 6e4 are far beyond float16, whose largest number is 65504; so are the
+    # logits of queries and keys of some hundreds.
     case = BY_NAME["decode_one_row"]
     batch = make_batch(case, 0, jnp.float16)
     pages = np.array(batch.kv_pages, np.float32)
     pages[:, :, 1::2] = 6e4 + 100 * pages[:, :, 1::2]
-    pages = jnp.asarray(pages, jnp.float16)
-    arrays = (batch.q, pages, *batch.arrays[2:])
-    out = quick_attention()(*arrays, **batch.options, implementation="pallas_gpu", interpret=interpreter())
-    want, _ = reference(replace(batch, kv_pages=pages))
+    pages[:, :, 0::2] *= 500
+    batch = replace(batch, q=500 * batch.q, kv_pages=jnp.asarray(pages, jnp.float16))
+    out, lse = quick_attention()(
+        *batch.arrays, **batch.options, return_lse=True, implementation="pallas_gpu", interpret=interpreter()
+    )
+    want, want_lse = reference(batch)
+    assert np.abs(want_lse).min() > 65504
     assert_matches_reference(out, want, "float16")
+    assert_matches_reference(lse, want_lse, "float16")
+
+
+def test_scaled_8_bit_values_that_fit_do_not_overflow_on_the_way() -> None:
+    # Stored values of up to 57,344 would overflow float16 if they were summed, or scaled by 40 before the sum.
+    case = replace(BY_NAME["decode_one_row"], kv_dtype="float8_e5m2", k_scale=0.5, v_scale=40.0)
+    batch = make_batch(case, 0, jnp.float16)
+    pages = np.array(batch.kv_pages, np.float32)
+    sign = np.where(np.arange(case.page_size) % 2, 1, -1)[:, None, None]
+    pages[:, :, 1::2] = np.where(np.isnan(pages[:, :, 1::2]), np.nan, 49152 * sign)
+    batch = replace(batch, q=0 * batch.q, kv_pages=jnp.asarray(pages, jnp.float8_e5m2))
+    out = quick_attention()(*batch.arrays, **batch.options, implementation="pallas_gpu", interpret=interpreter())
+    want, _ = reference(batch)  # 37 keys: one more of one sign than of the other
+    np.testing.assert_allclose(np.abs(want), 49152 * 40 / 37, rtol=1e-5)
+    assert_matches_reference(out, want, "float16")
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_every_value_of_8_bits_is_converted_exactly(kv_dtype: str) -> None:
+    # One key, so the output is its value: head i of 4 has bits 64 i .. 64 i + 63. NaN of float8 is left out.
+    bits = np.arange(256, dtype=np.uint8).reshape(1, 1, 4, 64)
+    values = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.dtype(kv_dtype))
+    values = jnp.where(jnp.isfinite(values.astype(jnp.float32)), values, jnp.zeros_like(values))
+    keys = jnp.ones_like(values)
+    kv_pages = jnp.pad(jnp.stack([keys, values], axis=3).reshape(1, 1, 8, 64), ((0, 0), (0, 15), (0, 0), (0, 0)))
+    out = kernels.paged_attention(
+        jnp.ones((1, 4, 64), jnp.bfloat16), kv_pages, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32),
+        implementation="pallas_gpu", interpret=interpreter(),
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(values, np.float32).reshape(1, 4, 64))
+
+
+def test_an_8_bit_sequence_through_a_full_ring_matches_the_reference_without_races() -> None:
+    # 10 blocks of 64 keys, through 8 entries of the ring in memory's bits and 2 of the converted one.
+    case = Case(
+        name="int8", kv_lens=(600,) * 4, q_lens=(1,) * 4, max_seqs=4, max_tokens=4, num_kv_heads=1, max_kv_len=608,
+        pool_tokens=4 * 608, kv_dtype="int8", k_scale=0.02, v_scale=0.03,
+    )  # fmt: skip
+    batch = make_batch(case, 0, jnp.bfloat16)
+    out = kernels.paged_attention(
+        batch.q, batch.kv_pages, batch.page_indices, batch.kv_lens, **batch.options, implementation="pallas_gpu",
+        interpret=interpreter(),
+    )  # fmt: skip
+    assert_matches_reference(out, reference(batch)[0], "bfloat16")
 
 
 PAGE = 16
@@ -212,6 +263,7 @@ def test_merging_parts_is_merging_states() -> None:
     [
         ({"q_dtype": "float32", "kv_dtype": "float32"}, "q_dtype='float32'"),
         ({"kv_dtype": "float16"}, "kv_dtype='float16'"),
+        ({"kv_dtype": "float32"}, "kv_dtype='float32'"),
         ({"head_dim": 80}, "head_dim=80"),
         ({"page_size": 1}, "page_size=1"),
         ({"num_q_heads": 128, "num_kv_heads": 1}, "num_q_heads=128"),
@@ -230,6 +282,56 @@ def test_a_gpu_that_is_not_a_hopper_is_refused_by_its_capability() -> None:
     assert why_not_on("9.0") is None
     assert "'10.0'" in str(why_not_on("10.0"))
     assert "'8.0'" in str(why_not_on("8.0"))
+
+
+# --- what is chosen on a GPU ---
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """As where jax's default platform is a GPU of the compute capability that the test names."""
+    monkeypatch.setattr(api, "_default_platform", lambda: "gpu")
+    return lambda capability: monkeypatch.setattr(_compat, "local_capability", lambda: capability)
+
+
+def test_env_names_the_kernel_that_runs_on_a_hopper(
+    on_a_gpu: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_gpu("9.0")
+    assert cli.main(["env"]) == 0
+    assert "attention pallas_gpu: the kernel for platform 'gpu' supports the call" in capsys.readouterr().out
+
+
+def test_env_says_why_another_gpu_falls_back(
+    on_a_gpu: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_gpu("8.0")
+    cli.main(["env"])
+    assert "attention xla: pallas_gpu cannot run the call (compute capability='8.0'" in capsys.readouterr().out
+
+
+def program_of(dtype: str) -> str:
+    """What is compiled for CUDA of a decode whose implementation is not named."""
+
+    def array(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    arrays = array(4, 4, 64, dtype=dtype), array(8, 16, 4, 64, dtype=dtype), array(4, 4), array(4)
+    anew = jax.jit(lambda *arrays: kernels.paged_attention(*arrays))  # what is traced is kept by function
+    return anew.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_call_without_a_name_is_the_kernel_on_a_hopper_and_xla_for_what_it_refuses(
+    on_a_gpu: Callable[[str], None],
+) -> None:
+    on_a_gpu("9.0")
+    assert "mosaic_gpu" in program_of("bfloat16")
+    assert "mosaic_gpu" not in program_of("float32")
+
+
+def test_a_call_without_a_name_is_xla_on_a_gpu_that_is_no_hopper(on_a_gpu: Callable[[str], None]) -> None:
+    on_a_gpu("12.0")
+    assert "mosaic_gpu" not in program_of("bfloat16")
 
 
 # --- the compiler ---

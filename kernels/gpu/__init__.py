@@ -19,6 +19,7 @@ __all__ = ["ragged_paged_attention", "supports", "why_not_on"]
 _HEAD_DIMS = (64, 96, 128, 256)
 _PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 _DTYPES = ("bfloat16", "float16")
+_NARROW_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 _INTERPRETED_SMS = 4  # enough to split sequences, few enough to be quick
 
 
@@ -27,8 +28,11 @@ def supports(call: AttentionCall) -> str | None:
     group = call.num_q_heads // call.num_kv_heads
     if call.q_dtype not in _DTYPES:
         return f"q_dtype={call.q_dtype!r} must be {' or '.join(_DTYPES)}, which the tensor cores multiply; cast q"
-    if call.kv_dtype != call.q_dtype:
-        return f"kv_dtype={call.kv_dtype!r} must be that of q, {call.q_dtype!r}: the kernel converts nothing"
+    if call.kv_dtype not in (call.q_dtype, *_NARROW_DTYPES):
+        return (
+            f"kv_dtype={call.kv_dtype!r} must be that of q, {call.q_dtype!r}, or one of {', '.join(_NARROW_DTYPES)}: "
+            "the kernel converts nothing else; store the pool in one of them"
+        )
     if call.head_dim not in _HEAD_DIMS:
         return f"head_dim={call.head_dim} must be one of {', '.join(map(str, _HEAD_DIMS))}; pad q and the pool"
     if call.page_size not in _PAGE_SIZES:

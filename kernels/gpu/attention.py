@@ -7,6 +7,7 @@ that differs in its work items, and query heads that share keys read them once.
 
     producer warpgroup    page ids -> TMA copies of K and V blocks into a ring in shared memory, `stages` ahead, on
                           into the next unit; and the next unit's queries
+    converter, if any     8-bit K and V -> what the queries are, in a ring of its own (`convert.py`)
     each consumer         S = Q K^T (wgmma), online softmax in float32, O += P V (wgmma)
 
 The online softmax is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1); the producer and its ring
@@ -25,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import _compat
+from . import _compat, convert
 from .tiles import ROWS, Tiles, swizzle_bytes
 from .work import Item, KvBlocks, Work
 
@@ -48,15 +49,21 @@ class _Refs(NamedTuple):
     q_stage: Any  # [consumers, tokens, group, head_dim], as it lies in global memory
     q_rows: Any  # [consumers, ROWS, head_dim], as wgmma reads it
     out_stage: Any  # as q_stage
-    k: Any  # [stages, block_kv, head_dim]
+    k: Any  # [ring, block_kv, head_dim], as wgmma reads it
     v: Any
     q_ready: Any  # barriers: one per consumer
     q_free: Any
-    k_ready: Any  # one per stage
+    k_ready: Any  # one per entry of the ring
     k_free: Any
     v_ready: Any
     v_free: Any
-    v_clean: Any  # one
+    v_clean: Any = None  # one, of the consumers, where they clean values
+    fetched_k: Any = None  # [stages, block_kv, head_dim] in 8 bits, and its barriers, where there is a converter
+    fetched_v: Any = None
+    fetched_k_ready: Any = None
+    fetched_k_free: Any = None
+    fetched_v_ready: Any = None
+    fetched_v_free: Any = None
 
 
 class _Unit(NamedTuple):
@@ -88,7 +95,8 @@ class Kernel:
     head_dim: int
     page_size: int
     max_tokens: int
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # of the queries and the output
+    kv_dtype: jnp.dtype  # the same, or of 8 bits
     one_token: bool
     partial_output: bool
     causal: bool
@@ -107,11 +115,21 @@ class Kernel:
 
     @property
     def smem_bytes(self) -> int:
-        return self.tiles.smem_bytes(self.head_dim, self.dtype.itemsize)
+        return self.tiles.smem_bytes(self.head_dim, self.dtype.itemsize, self.kv_dtype.itemsize)
 
     @property
     def bytes_in_flight(self) -> int:
-        return self.tiles.bytes_in_flight(self.head_dim, self.dtype.itemsize)
+        return self.tiles.bytes_in_flight(self.head_dim, self.kv_dtype.itemsize)
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumers, then the producer, then the converter if there is one."""
+        return self.tiles.consumers + (2 if self.tiles.converted else 1)
+
+    @property
+    def ring(self) -> int:
+        """Entries of the ring that consumers read."""
+        return self.tiles.converted or self.tiles.stages
 
     @property
     def kv_blocks(self) -> KvBlocks:
@@ -139,10 +157,10 @@ class Kernel:
         call = plgpu.kernel(
             self._body,
             out_type=(jax.ShapeDtypeStruct(out.shape, out.dtype), jax.ShapeDtypeStruct(slots, jnp.float32)),
-            scratch_types=self._scratch(),
+            scratch_types=tuple(self._scratch().values()),
             grid=(self.tiles.num_blocks,),
             grid_names=("block",),
-            num_threads=self.tiles.consumers + 1,
+            num_threads=self.warpgroups,
             thread_name="warpgroup",
             kernel_name=self.name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -153,45 +171,85 @@ class Kernel:
         out, lse = call(*work, page_indices, scales * unit, q, kv_pages)
         return out, lse
 
-    def _scratch(self) -> tuple[Any, ...]:
+    def _scratch(self) -> dict[str, Any]:
+        """What is in shared memory, in this order: with K before the queries, heads of 256 spill 68 bytes."""
         t = self.tiles
-        transforms = _compat.swizzled(swizzle_bytes(self.head_dim, self.dtype.itemsize), self.dtype.itemsize)
         stage = plgpu.SMEM((t.consumers, self.tokens, self.group, self.head_dim), self.dtype)
-        kv = plgpu.SMEM((t.stages, t.block_kv, self.head_dim), self.dtype, transforms=transforms)
+        kv = self._swizzled((self.ring, t.block_kv), self.dtype)
         pages_per_block = max(t.block_kv // self.page_size, 1)  # each is one copy, and each copy one arrival
-        return (
-            stage,
-            plgpu.SMEM((t.consumers, ROWS, self.head_dim), self.dtype, transforms=transforms),
-            stage,
-            kv,
-            kv,
-            plgpu.Barrier(num_barriers=t.consumers),
-            plgpu.Barrier(num_barriers=t.consumers),
-            plgpu.Barrier(num_arrivals=pages_per_block, num_barriers=t.stages),
-            plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
-            plgpu.Barrier(num_arrivals=pages_per_block, num_barriers=t.stages),
-            plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
-            plgpu.Barrier(num_arrivals=t.consumers),
-        )
+        barrier = partial(plgpu.Barrier, num_barriers=self.ring)
+        ready = barrier(num_arrivals=1 if t.converted else pages_per_block)
+        free = barrier(num_arrivals=t.consumers)
+        scratch = {
+            "q_stage": stage,
+            "q_rows": self._swizzled((t.consumers, ROWS), self.dtype),
+            "out_stage": stage,
+            "k": kv,
+            "v": kv,
+            "q_ready": plgpu.Barrier(num_barriers=t.consumers),
+            "q_free": plgpu.Barrier(num_barriers=t.consumers),
+            "k_ready": ready,
+            "k_free": free,
+            "v_ready": ready,
+            "v_free": free,
+        }
+        if not t.converted:
+            return scratch | {"v_clean": plgpu.Barrier(num_arrivals=t.consumers)}
+        for ring in ("fetched_k", "fetched_v"):
+            scratch |= {
+                ring: self._swizzled((t.stages, t.block_kv), self.kv_dtype),
+                f"{ring}_ready": plgpu.Barrier(num_arrivals=pages_per_block, num_barriers=t.stages),
+                f"{ring}_free": plgpu.Barrier(num_barriers=t.stages),
+            }
+        # Alphabetical: of the orders tried this one spills nothing with heads of 256; the other spills 12 bytes.
+        return dict(sorted(scratch.items()))
+
+    def _swizzled(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+        transforms = _compat.swizzled(swizzle_bytes(self.head_dim, dtype.itemsize), dtype.itemsize)
+        return plgpu.SMEM((*shape, self.head_dim), dtype, transforms=transforms)
 
     def _body(self, *args: Any) -> None:
-        refs = _Refs(*args)
-        warpgroup = lax.axis_index("warpgroup")
+        names = self._scratch()
+        refs = _Refs(*args[: -len(names)], **dict(zip(names, args[-len(names) :])))
+        warpgroup, consumers = lax.axis_index("warpgroup"), self.tiles.consumers
+        pl.when(warpgroup == consumers)(partial(self._be_producer, refs))
+        if self.tiles.converted:
+            pl.when(warpgroup == consumers + 1)(partial(self._be_converter, refs))
+        pl.when(warpgroup < consumers)(partial(self._be_consumer, refs, warpgroup))
 
-        @pl.when(warpgroup == self.tiles.consumers)
-        def _() -> None:
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            self._for_each_unit(refs, partial(self._produce, refs))
+    def _be_consumer(self, refs: _Refs, w: jax.Array) -> None:
+        plgpu.set_max_registers(self._registers.consumer, action="increase")
+        self._for_each_unit(refs, partial(self._consume, refs, w))
+        if not self.partial_output:
+            plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup < self.tiles.consumers)
-        def _() -> None:
-            plgpu.set_max_registers(_CONSUMER_REGISTERS[self.tiles.consumers], action="increase")
-            self._for_each_unit(refs, partial(self._consume, refs, warpgroup))
-            if not self.partial_output:
-                plgpu.wait_smem_to_gmem(0)
+    def _be_producer(self, refs: _Refs) -> None:
+        plgpu.set_max_registers(self._registers.producer, action="decrease")
+        units, blocks = self._for_each_unit(refs, partial(self._produce, refs))
+        if self.interpret:
+            for w in range(self.tiles.consumers):
+                pl.when(units > 0)(partial(_wait, refs, "q_free", w))
+            self._see_last_arrivals(refs, "fetched_" if self.tiles.converted else "", blocks, self.tiles.stages)
 
-    def _for_each_unit(self, refs: _Refs, do: Callable[[_Unit], None]) -> None:
-        """Calls `do` for each of this thread block's units."""
+    def _be_converter(self, refs: _Refs) -> None:
+        num = self._registers.converter
+        plgpu.set_max_registers(num, action="decrease" if num < 128 else "increase")
+        _, blocks = self._for_each_unit(refs, partial(self._convert, refs))
+        if self.interpret:
+            self._see_last_arrivals(refs, "", blocks, self.ring)
+
+    @property
+    def _registers(self) -> "_Registers":
+        return _REGISTERS[self.warpgroups, self.tiles.consumers]
+
+    def _see_last_arrivals(self, refs: _Refs, prefix: str, blocks: jax.Array, entries: int) -> None:
+        """Waits until what was last in a ring is used: the interpreter of jax 0.11 takes less for an error."""
+        for ring in ("k_free", "v_free"):
+            for slot in range(entries):
+                pl.when(blocks > slot)(partial(_wait, refs, f"{prefix}{ring}", slot))
+
+    def _for_each_unit(self, refs: _Refs, do: Callable[[_Unit], None]) -> tuple[jax.Array, jax.Array]:
+        """Calls `do` for each of this thread block's units; says how many there were, and of how many blocks."""
         first = lax.axis_index("block")
         num_units = refs.num_items[0] * self.num_kv_heads
         steps = lax.div(num_units - first + (self.tiles.num_blocks - 1), jnp.int32(self.tiles.num_blocks))
@@ -205,7 +263,7 @@ class Kernel:
             do(unit)
             return blocks_before + unit.read(Item.NUM_BLOCKS)
 
-        lax.fori_loop(0, steps, step, jnp.int32(0))
+        return steps, lax.fori_loop(0, steps, step, jnp.int32(0))
 
     # --- the producer ---
 
@@ -222,7 +280,8 @@ class Kernel:
         def _(j: jax.Array) -> None:
             entry, position = unit.blocks_before + j, kv_start + j * self.tiles.block_kv
             slot = lax.rem(entry, jnp.int32(self.tiles.stages))
-            for head, ring in ((2 * unit.head, "k"), (2 * unit.head + 1, "v")):
+            fetched = "fetched_" if self.tiles.converted else ""
+            for head, ring in ((2 * unit.head, f"{fetched}k"), (2 * unit.head + 1, f"{fetched}v")):
                 pl.when(entry >= self.tiles.stages)(partial(_wait, refs, f"{ring}_free", slot))
                 self._copy_block(refs, head, ring, slot, row, position, kv_len)
 
@@ -234,12 +293,34 @@ class Kernel:
         Beyond the row's last page it is that page again: what is copied there is not used, but it may be read.
         """
         rows = min(self.page_size, self.tiles.block_kv)
-        offset = lax.rem(position, jnp.int32(self.page_size)) if rows < self.page_size else 0
+        offset: Any = 0
+        if rows < self.page_size:  # the compiler must know that the copy starts at a tile of shared memory's
+            offset = pl.multiple_of(lax.rem(position, jnp.int32(self.page_size)), rows)
         buffer, ready = getattr(refs, ring), getattr(refs, f"{ring}_ready")
         for i in range(0, self.tiles.block_kv, rows):
             page = lax.div(lax.min(position + i, kv_len - 1), jnp.int32(self.page_size))
             page_ref = refs.kv_pages.at[refs.page_indices[row, page], pl.ds(offset, rows), head]
             plgpu.copy_gmem_to_smem(page_ref, buffer.at[slot, pl.ds(i, rows)], ready.at[slot])
+
+    # --- the converter ---
+
+    def _convert(self, refs: _Refs, unit: _Unit) -> None:
+        kv_len, kv_start = unit.read(Item.KV_LEN), unit.read(Item.KV_START)
+
+        @pl.loop(0, unit.read(Item.NUM_BLOCKS))
+        def _(j: jax.Array) -> None:
+            entry, num_valid = unit.blocks_before + j, kv_len - (kv_start + j * self.tiles.block_kv)
+            source, target = (lax.rem(entry, jnp.int32(n)) for n in (self.tiles.stages, self.ring))
+            for ring in ("k", "v"):
+                _wait(refs, f"fetched_{ring}_ready", source)
+                pl.when(entry >= self.ring)(partial(_wait, refs, f"{ring}_free", target))
+                converted = getattr(refs, ring).at[target]
+                convert.convert(getattr(refs, f"fetched_{ring}").at[source], converted)
+                if ring == "v":
+                    pl.when(num_valid < self.tiles.block_kv)(partial(convert.zero_from, converted, num_valid))
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(getattr(refs, f"fetched_{ring}_free").at[source])
+                plgpu.barrier_arrive(getattr(refs, f"{ring}_ready").at[target])
 
     # --- a consumer ---
 
@@ -268,7 +349,7 @@ class Kernel:
 
     def _attend_to_block(self, refs: _Refs, w: jax.Array, unit: _Unit, j: jax.Array, carry: Any) -> Any:
         acc, row_max, row_sum = carry
-        slot = lax.rem(unit.blocks_before + j, jnp.int32(self.tiles.stages))
+        slot = lax.rem(unit.blocks_before + j, jnp.int32(self.ring))
         kv_start = unit.read(Item.KV_START) + j * self.tiles.block_kv
         kv_end, kv_len = kv_start + self.tiles.block_kv, unit.read(Item.KV_LEN)
 
@@ -297,7 +378,8 @@ class Kernel:
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
 
         _wait(refs, "v_ready", slot)
-        pl.when(kv_end > kv_len)(partial(self._clean_values, refs, w, slot, kv_len - kv_start))
+        if not self.tiles.converted:  # the converter has done it
+            pl.when(kv_end > kv_len)(partial(self._clean_values, refs, w, slot, kv_len - kv_start))
         acc = self._add_values(acc, p.astype(self.dtype), refs.v.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return acc, new_max, row_sum
@@ -335,14 +417,7 @@ class Kernel:
 
         @pl.when(w == 0)
         def _() -> None:
-            # In pieces: the accumulator leaves few registers.
-            columns = swizzle_bytes(self.head_dim, self.dtype.itemsize) // self.dtype.itemsize
-            for i in range(0, self.tiles.block_kv, ROWS):
-                for c in range(0, self.head_dim, columns):
-                    ref = refs.v.at[slot, pl.ds(i, ROWS), pl.ds(c, columns)]
-                    v = plgpu.load(ref, layout=_MATRIX, optimized=False)
-                    index = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=_MATRIX)
-                    _compat.store(ref, jnp.where(index < num_valid - i, v, jnp.zeros_like(v)))
+            convert.zero_from(refs.v.at[slot], num_valid)
             plgpu.commit_smem()
 
         # All consumers of a block meet here, at most once in an item.
@@ -396,6 +471,18 @@ def _wait(refs: _Refs, barrier: str, index: Any) -> None:
     plgpu.barrier_wait(getattr(refs, barrier).at[index])
 
 
-# Of the 65,536 registers of an SM, per thread. What the producer gives up the consumers get.
-_PRODUCER_REGISTERS = 40
-_CONSUMER_REGISTERS = {1: 248, 2: 232}
+class _Registers(NamedTuple):
+    """Per thread. What the producer gives up the others get."""
+
+    producer: int
+    consumer: int
+    converter: int = 0
+
+
+# By warpgroups and the consumers among them. At the launch all have the same share of an SM's 65,536: 248, 168 or 128.
+_REGISTERS = {
+    (2, 1): _Registers(producer=40, consumer=248),
+    (3, 2): _Registers(producer=40, consumer=232),
+    (3, 1): _Registers(producer=56, consumer=248, converter=200),
+    (4, 2): _Registers(producer=56, consumer=200, converter=56),
+}

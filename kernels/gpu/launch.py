@@ -23,7 +23,7 @@ def kernels_of(call: AttentionCall, num_sms: int) -> dict[str, Kernel]:
         "paged_prefill": (call.max_tokens + call.max_seqs + 1) * call.num_kv_heads,
     }
     names = ["paged_decode"] if call.decode_only else ["paged_decode", "paged_prefill"]
-    dtype = jnp.dtype(call.q_dtype)
+    dtype, kv_dtype = jnp.dtype(call.q_dtype), jnp.dtype(call.kv_dtype)
     return {
         name: Kernel(
             name=name,
@@ -31,6 +31,7 @@ def kernels_of(call: AttentionCall, num_sms: int) -> dict[str, Kernel]:
                 decode=name == "paged_decode",
                 head_dim=call.head_dim,
                 itemsize=dtype.itemsize,
+                kv_itemsize=kv_dtype.itemsize,
                 num_blocks=min(num_sms, units[name]),
             ),
             group=padded_group(call.num_q_heads // call.num_kv_heads),
@@ -39,6 +40,7 @@ def kernels_of(call: AttentionCall, num_sms: int) -> dict[str, Kernel]:
             page_size=call.page_size,
             max_tokens=call.max_tokens,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             one_token=name == "paged_decode",
             partial_output=name == "paged_decode" and split,
             causal=call.causal,
