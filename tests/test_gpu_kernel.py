@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged import cli, kernels
 from jax_paged.kernels import api
-from jax_paged.kernels.gpu import _compat, aot, attention, supports, why_not_on
+from jax_paged.kernels.gpu import _compat, aot, attention, supports, tiles, why_not_on
 from jax_paged.kernels.gpu.launch import kernels_of
 from jax_paged.kernels.gpu.work import Item, KvBlocks, Work, merge_parts, plan_decode, plan_prefill
 
@@ -282,6 +282,20 @@ def test_a_gpu_that_is_not_a_hopper_is_refused_by_its_capability() -> None:
     assert why_not_on("9.0") is None
     assert "'10.0'" in str(why_not_on("10.0"))
     assert "'8.0'" in str(why_not_on("8.0"))
+
+
+# --- block sizes ---
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("kv_itemsize", [1, 2])
+@pytest.mark.parametrize("decode", [True, False])
+def test_block_sizes_fit_an_sm_and_keep_its_memory_busy(decode: bool, kv_itemsize: int, head_dim: int) -> None:
+    chosen = tiles.choose(decode=decode, head_dim=head_dim, itemsize=2, kv_itemsize=kv_itemsize, num_blocks=132)
+    assert chosen.smem_bytes(head_dim, 2, kv_itemsize) <= 227 * 1024
+    assert chosen.bytes_in_flight(head_dim, kv_itemsize) >= 32 * 1024
+    assert chosen.stages >= 2
+    assert bool(chosen.converted) == (kv_itemsize == 1)
 
 
 # --- what is chosen on a GPU ---
