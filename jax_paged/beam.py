@@ -1,17 +1,20 @@
 """Beam search over branches: beams share the pages of all they have in common."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from jax_paged.arguments import integers
 from jax_paged.branch import Branch
 from jax_paged.errors import RequestError
-from jax_paged.request import MAX_LOGPROBS, CompletionOutput, RequestOutput, RequestTimes, SamplingParams
+from jax_paged.request import MAX_LOGPROBS, CompletionOutput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from jax_paged.engine import LLM
 
 __all__ = ["beam_search"]
+
+_MAX_LENGTH_PENALTY = 100
 
 
 @dataclass
@@ -60,11 +63,12 @@ def beam_search(
       RequestError: a prompt with which this cannot run.
     """
     ends: frozenset[int] = frozenset() if ignore_eos else frozenset(getattr(llm.config, "eos_token_ids", ()))
+    beam_width, max_tokens = integers(1, beam_width=beam_width, max_tokens=max_tokens)
+    if not isinstance(length_penalty, int | float) or not abs(length_penalty) <= _MAX_LENGTH_PENALTY:
+        raise ValueError(f"{length_penalty=} must be a number of at most {_MAX_LENGTH_PENALTY} in size")
     num_candidates = max(2 * beam_width, beam_width + len(ends))
-    if beam_width < 1 or num_candidates > MAX_LOGPROBS:
+    if num_candidates > MAX_LOGPROBS:
         raise ValueError(f"{beam_width=} must be from 1 to {min(MAX_LOGPROBS // 2, MAX_LOGPROBS - len(ends))}")
-    if max_tokens < 1:
-        raise ValueError(f"{max_tokens=} must be at least 1")
     for prompt in prompts:
         if len(prompt) + max_tokens > llm.max_model_len:
             raise RequestError(
@@ -76,14 +80,15 @@ def beam_search(
     searches: list[_Search] = []
     try:
         for prompt in prompts:
-            root = _Beam(Branch(llm, prompt, namespace), [], [])
-            searches.append(_Search([root], []))
+            root = Branch(llm, prompt, namespace)
+            assert root.computed is not None
+            searches.append(_Search([_Beam(root, [], [])], [], root.computed))
         for _ in range(max_tokens):
             _step(llm, searches, params, beam_width, ends)
     finally:
         for search in searches:
             search.close()
-    return [_output(llm, prompt, search, beam_width, length_penalty, ends) for prompt, search in zip(prompts, searches)]
+    return [_output(llm, search, beam_width, length_penalty, ends) for search in searches]
 
 
 @dataclass
@@ -92,6 +97,7 @@ class _Search:
 
     beams: list[_Beam]
     finished: list[_Beam]
+    prefill: RequestOutput
 
     def close(self) -> None:
         for beam in self.beams:
@@ -132,7 +138,6 @@ def _step(llm: "LLM", searches: list[_Search], params: SamplingParams, beam_widt
 
 def _output(
     llm: "LLM",
-    prompt: Sequence[int],
     search: _Search,
     beam_width: int,
     length_penalty: float,
@@ -155,5 +160,4 @@ def _output(
                 finish_reason="stop" if is_end else "length",
             )
         )
-    now = llm._clock()
-    return RequestOutput(-1, list(prompt), outputs, 0, True, RequestTimes(now, finished_s=now))
+    return replace(search.prefill, outputs=outputs, times=replace(search.prefill.times, finished_s=llm._clock()))

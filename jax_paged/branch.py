@@ -26,6 +26,8 @@ class Branch:
     The last token's keys and values are not computed before something follows it, as with a sampled token.
     """
 
+    # What `prefill` or `extend` computed last: how much of it was cached, when it was done. None for a fork.
+    computed: RequestOutput | None = None
     _held: HeldSequence | None = None  # its pages hold the KV of the first tokens
 
     def __init__(self, llm: "LLM", token_ids: Sequence[int], namespace: Hashable = None) -> None:
@@ -80,8 +82,7 @@ class Branch:
           RequestError: for more than one sample (fork instead), or a branch that is as long as can be.
         """
         self._need_open()
-        params = SamplingParams() if params is None else params
-        if params.n != 1:
+        if params is not None and getattr(params, "n", 1) != 1:
             raise RequestError(f"n={params.n} samples on one branch; fork it, and generate from each")
         request = self.start(params)
         try:
@@ -130,12 +131,15 @@ class Branch:
 
     def fork_with(self, token: int) -> "Branch":
         """A fork of what the branch was before its last token, with another one in its place."""
+        self._need_open()
+        (token,) = self._encode([token])
         twin = self._fork(self._token_ids[:-1])
         twin._token_ids.append(token)
         return twin
 
-    def start(self, params: SamplingParams) -> Request:
+    def start(self, params: SamplingParams | None) -> Request:
         """A request that goes on from here, to be run by the engine and then given to `take`."""
+        self._need_open()
         request = self._request(self._token_ids, params, held=True)
         self._hand_over(request)
         return request
@@ -163,7 +167,7 @@ class Branch:
     def _compute(self) -> None:
         request = self._request(self._token_ids, max_new_tokens=0, held=True)
         self._hand_over(request)
-        self._llm._run([request])
+        (self.computed,) = self._llm._run([request])
 
     def _hand_over(self, request: Request) -> None:
         """Gives the pages to the request's sequence, which holds them at its end."""
@@ -183,9 +187,7 @@ class Branch:
         return self._llm._intake.request(token_ids, params, self._namespace, **options)
 
     def _encode(self, tokens: str | Sequence[int] | np.ndarray) -> list[int]:
-        if isinstance(tokens, str):
-            return self._llm._intake.need_tokenizer("text").encode(tokens, add_bos=False)
-        return list(tokens)
+        return self._llm._intake.tokens(tokens, add_bos=False)
 
     def _need_open(self) -> None:
         if self._is_closed:

@@ -37,9 +37,16 @@ _MIN_MODEL_LEN = 2048
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = _parser(argv[:1] == ["kernels"]).parse_args(argv)
+    parser = _parser(argv[:1] == ["kernels"])
+    args, rest = parser.parse_known_args(argv)
+    if rest and not any(word.startswith("-") for word in rest) and isinstance(getattr(args, "prompt", None), list):
+        args.prompt += rest  # prompts after an option
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}; see jax-paged {argv[0]} --help")
     try:
-        return args.command(args) or 0
+        status = args.command(args) or 0
+        sys.stdout.flush()  # here, where a reader that has gone is no surprise
+        return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has gone; keep the interpreter from complaining at exit
@@ -149,12 +156,22 @@ def _generate(args: argparse.Namespace) -> None:
 def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
     if args.file is not None:
-        prompts += [line for line in args.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts += _lines(args.file)
     if not prompts:
         raise ValueError('no prompt: give one, as in jax-paged generate "The capital of France is", or - or --file')
     if any(not prompt for prompt in prompts):
         raise ValueError("the prompt is empty; give at least one character")
     return prompts
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start}); convert it") from None
+    if not lines:
+        raise ValueError(f"{file} has no line with a prompt in it")
+    return lines
 
 
 def _stream(llm: "LLM", ids: list[int], params: "SamplingParams") -> tuple["RequestOutput", float, float]:

@@ -4,6 +4,7 @@ add_request -> scheduler.plan -> step.run (on the device) -> scheduler.commit ->
 """
 
 import logging
+import os
 import sys
 import time
 from collections import deque
@@ -18,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from jax_paged import cache as pages
+from jax_paged.arguments import flag, function, integers
 from jax_paged.beam import beam_search
 from jax_paged.branch import Branch
 from jax_paged.buckets import Buckets
@@ -106,7 +108,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | LoadedModel | nnx.Module = "smollm2-135m",
+        model: str | os.PathLike[str] | LoadedModel | nnx.Module = "smollm2-135m",
         *,
         page_size: int = 16,
         num_pages: int | None = None,
@@ -129,19 +131,29 @@ class LLM:
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"{dtype=} must be one of {', '.join(DTYPES)}")
-        for name, size in (
-            ("page_size", page_size),
-            ("max_seqs", max_seqs),
-            ("max_batch_tokens", max_batch_tokens),
-            ("decode_steps_per_call", 1 if decode_steps_per_call is None else decode_steps_per_call),
-        ):
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
-        if isinstance(model, str):
-            model = load(model, dtype, progress)
+        page_size, max_seqs, max_batch_tokens = integers(
+            1, page_size=page_size, max_seqs=max_seqs, max_batch_tokens=max_batch_tokens
+        )
+        num_pages, max_model_len, decode_steps_per_call = integers(
+            1,
+            or_none=True,
+            num_pages=num_pages,
+            max_model_len=max_model_len,
+            decode_steps_per_call=decode_steps_per_call,
+        )
+        (seed,) = integers(0, seed=seed)
+        flag(prefix_cache=prefix_cache, partial_hits=partial_hits, wait_for_prefix=wait_for_prefix)
+        flag(exact=exact, debug_checks=debug_checks)
+        function(on_cache_event=on_cache_event, clock=clock, progress=progress)
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            raise ValueError(f"{tokenizer=} must be a jax_paged Tokenizer, or None")
+        if isinstance(model, str | os.PathLike):
+            model = load(os.fspath(model), dtype, progress)
         if isinstance(model, LoadedModel):
             tokenizer = tokenizer or model.tokenizer
             model = Llama(model.config, model.weights)
+        if not isinstance(model, nnx.Module):
+            raise ValueError(f"{model=} must be a model's name or path, what `load` made of one, or an nnx.Module")
         self.config: Any = model.config  # type: ignore[attr-defined]
         self.tokenizer = tokenizer
         self.spec, self.max_model_len = plan_pool(
@@ -215,6 +227,8 @@ class LLM:
         prompts = prompt_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params] * len(prompts)
+        elif not isinstance(params, AnySequence):
+            raise RequestError(f"{params=} must be SamplingParams, a list of them, or None for their defaults")
         if len(params) != len(prompts):
             raise RequestError(f"{len(params)} SamplingParams for {len(prompts)} prompts; give one, or one a prompt")
         return self._run([self._intake.request(prompt, p, namespace) for prompt, p in zip(prompts, params)])
@@ -233,9 +247,9 @@ class LLM:
                 outputs = [self._undelivered.pop(request_id) for request_id in own & self._undelivered.keys()]
                 done |= {output.request_id: output for output in outputs if output.finished}
         finally:
-            for request_id in own - done.keys():
-                self.abort(request_id)
-                self._undelivered.pop(request_id, None)
+            for request in requests:
+                if request.request_id not in done:
+                    self._give_up(request)
         return [done[request.request_id] for request in requests]
 
     def stream(
@@ -269,13 +283,8 @@ class LLM:
                 num_chars, num_tokens = len(sample.text), len(sample.token_ids)
         finally:
             del self._streams[request.request_id]
-            if is_finalizing():  # there is nothing left to free, and half of what it would take is gone
-                pass
-            elif self._is_busy:  # the garbage collector closes it in the middle of a step
-                self._abandoned.append(request)
-            else:
-                self.abort(request.request_id)
-                self._undelivered.pop(request.request_id, None)
+            if not is_finalizing():  # there is nothing left to free, and half of what it would take is gone
+                self._give_up(request)
 
     def chat(
         self,
@@ -426,6 +435,10 @@ class LLM:
 
     def check(self) -> None:
         """Raises `InvariantError`, naming pages, unless device, scheduler and tree agree about every page."""
+        with self._exclusively():
+            self._check()
+
+    def _check(self) -> None:
         self._flush(self._scheduler.commands)
         self._scheduler.commands = Commands()
         tree_pages = self._tree.pages() if self._tree is not None else set()
@@ -461,11 +474,13 @@ class LLM:
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles the programs of all buckets, so that nothing compiles later."""
-        self.check()
-        self._cache = apply_commands(self._cache, self._pack(Commands()))
+        with self._exclusively():
+            self._check()
+            self._cache = apply_commands(self._cache, self._pack(Commands()))
         buckets = self._buckets.all()
         for i, bucket in enumerate(buckets):
-            self._dispatch(StepPlan([], [], Commands()), bucket)
+            with self._exclusively():
+                self._dispatch(StepPlan([], [], Commands()), bucket)
             if progress is not None:
                 progress(i + 1, len(buckets))
 
@@ -512,12 +527,21 @@ class LLM:
                 self._scheduler.abort(left)
                 self._end(left)
 
+    def _give_up(self, request: Request) -> None:
+        """Ends a request that nobody waits for any more."""
+        if self._is_busy:  # the garbage collector closes a stream in the middle of a step, or another thread has it
+            self._abandoned.append(request)
+        else:
+            self.abort(request.request_id)
+        self._undelivered.pop(request.request_id, None)
+
     def _enqueue(self, request: Request) -> None:
         with self._exclusively():
-            self._requests[request.request_id] = request
-            for seq in request.sequences:
-                text = self._texts[seq] = GrowingText(self.tokenizer, request.params.stop)
+            texts = {seq: GrowingText(self.tokenizer, request.params.stop) for seq in request.sequences}
+            for seq, text in texts.items():
                 seq.add_text = text.add
+            self._texts |= texts
+            self._requests[request.request_id] = request
             self._scheduler.add(request)
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
@@ -553,7 +577,7 @@ class LLM:
         result = self._dispatch(plan, self._buckets.choose(plan))
         changed = self._scheduler.commit(plan, result)
         if self._debug_checks:
-            self.check()
+            self._check()
             self._poison()
         return self._report(changed)
 

@@ -1,5 +1,6 @@
 """What comes in: prompts become token ids and requests, and what can never run is refused, with the numbers."""
 
+import operator
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as AnySequence
 from typing import Any
@@ -99,8 +100,10 @@ class Intake:
             hash(namespace)
         except TypeError:
             raise RequestError(f"{namespace=} cannot be hashed; give a name, a number or a tuple of them") from None
-        if not isinstance(priority, int):
-            raise RequestError(f"{priority=} must be an integer; lower goes first")
+        try:
+            operator.index(priority)
+        except TypeError:
+            raise RequestError(f"{priority=} must be an integer; lower goes first") from None
 
     def _check_token_ids(self, params: SamplingParams, stop: set[int]) -> None:
         size = self._config.vocab_size
@@ -120,21 +123,20 @@ class Intake:
             )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            ids: list[Any] = self.need_tokenizer("a text prompt").encode(prompt)
-        else:
-            try:
-                ids = np.asarray(prompt).tolist() if hasattr(prompt, "__array__") else list(prompt)
-            except TypeError:
-                raise RequestError(f"the prompt {prompt!r} is neither text nor a list of token ids") from None
+        """The token ids of a prompt, at least one."""
+        ids = self.tokens(prompt)
         if not ids:
             raise RequestError(f"the prompt {prompt!r} has no tokens; give at least one")
+        return ids
+
+    def tokens(self, text_or_ids: Prompt, *, add_bos: bool = True) -> list[int]:
+        """Token ids, of a text or as they are, of this model's vocabulary."""
+        if isinstance(text_or_ids, str):
+            return self.need_tokenizer("text").encode(text_or_ids, add_bos=add_bos)
+        ids = _listed(text_or_ids)
         for token in ids:
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, int | np.integer)
-                or not 0 <= token < self._config.vocab_size
-            ):
+            is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if not is_integer or not 0 <= token < self._config.vocab_size:
                 raise RequestError(f"{token!r} is not a token id of this model: 0 <= id < {self._config.vocab_size}")
         return [int(token) for token in ids]
 
@@ -150,8 +152,17 @@ def prompt_list(prompts: Prompt | AnySequence[Prompt]) -> list[Prompt]:
     """Tells one prompt from several: token ids are numbers, prompts are not."""
     if isinstance(prompts, str):
         return [prompts]
+    each = _listed(prompts)
+    is_one = bool(each) and not isinstance(each[0], str) and np.ndim(each[0]) == 0
+    return [each] if is_one else each
+
+
+def _listed(values: Any) -> list[Any]:
+    """An array or an iterable with an order as a list, arrays of one number in it as numbers."""
     try:
-        each: list[Any] = np.asarray(prompts).tolist() if hasattr(prompts, "__array__") else list(prompts)
+        if isinstance(values, bytes | bytearray | set | frozenset | dict):
+            raise TypeError
+        values = list(np.asarray(values) if hasattr(values, "__array__") else values)
     except TypeError:
-        raise RequestError(f"the prompts {prompts!r} are neither text nor lists of token ids") from None
-    return [each] if each and isinstance(each[0], int | np.integer) else each
+        raise RequestError(f"{values!r} is neither text nor a list of token ids") from None
+    return [value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value for value in values]

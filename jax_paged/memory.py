@@ -70,6 +70,11 @@ def plan_pool(
         num_pages = max(1, min(int(budget) // page_bytes, max_seqs * -(-longest // page_size)))
     if num_pages < 1:
         raise ValueError(f"{num_pages=} must be at least 1, or None to size the pool from the memory there is")
+    if page_bytes > free:
+        raise ValueError(
+            f"not even one page of {page_size:,} tokens, {page_bytes / _GIB:.1f} GiB, fits into the {free / _GIB:.1f} "
+            "GiB that are free; lower page_size"
+        )
     if num_pages * page_bytes > free:
         raise ValueError(
             f"a pool of {num_pages:,} pages takes {num_pages * page_bytes / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are "

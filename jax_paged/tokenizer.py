@@ -157,7 +157,18 @@ class Tokenizer:
           text: any string.
           add_bos: put BOS in front, if the vocabulary asks for it and the text does not begin with it already. Pass
             False for what `apply_chat_template` returned: a template writes BOS itself where the model wants it.
+
+        Raises:
+          ValueError: the text has halves of characters in it, as bytes that are not UTF-8 become in Python.
         """
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"the text cannot be encoded: {text[error.start : error.end]!r} at {error.start} is no character; "
+                    "give text in UTF-8"
+                ) from None
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         if add_bos and self.adds_bos and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None

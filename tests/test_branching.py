@@ -454,10 +454,12 @@ CALLS: list[Callable[[Any], object]] = [
     lambda branch: branch.generate(),
     lambda branch: branch.logprobs([1]),
     lambda branch: branch.__enter__(),
+    lambda branch: branch.fork_with(1),
+    lambda branch: branch.start(None),
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=["fork", "extend", "generate", "logprobs", "with"])
+@pytest.mark.parametrize("call", CALLS, ids=["fork", "extend", "generate", "logprobs", "with", "fork_with", "start"])
 def test_a_closed_branch_does_nothing_more(call: Callable[[Any], object]):
     llm = engine()
     with llm.prefill(prompt(6)) as branch:
@@ -706,6 +708,17 @@ def test_beams_may_fill_the_models_length():
     assert_baseline(llm)
 
 
+def test_beam_search_says_what_was_cached():
+    llm = engine()
+    cold, warm = (llm.beam_search(prompt(20), beam_width=2, max_tokens=2)[0] for _ in range(2))
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 19)
+    assert cold.why_not_cached == "nothing is cached yet"
+    assert warm.why_not_cached is None
+    assert 0 <= cold.request_id < warm.request_id
+    assert warm.times.arrival_s < warm.times.finished_s
+    assert_baseline(llm)
+
+
 def test_beam_search_with_text():
     llm = engine(tokenizer=tiny.tokenizer())
     (output,) = llm.beam_search("the cab", beam_width=2, max_tokens=4)
@@ -718,9 +731,9 @@ def test_beam_search_with_text():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beam_width": 0}, r"beam_width=0 must be from 1 to 16"),
+        ({"beam_width": 0}, r"beam_width=0 must be an integer of at least 1"),
         ({"beam_width": 17}, r"beam_width=17 must be from 1 to 16"),
-        ({"max_tokens": 0}, r"max_tokens=0 must be at least 1"),
+        ({"max_tokens": 0}, r"max_tokens=0 must be an integer of at least 1"),
         ({"max_tokens": 92}, r"a prompt of 5 tokens and max_tokens=92 are more than max_model_len=96; shorten one"),
     ],
 )

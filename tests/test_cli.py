@@ -77,12 +77,35 @@ def test_chat_keeps_its_history_on_the_tree(run):
         (["generate", "x", "--temperature", "-1"], r"temperature=-1.0 must be >= 0; use 0 for greedy"),
         (["generate", "x", "--file", "nowhere.txt"], r"nowhere.txt"),
         (["generate", "x", "--num-pages", "99999999"], r"at most num_pages=[\d,]+ fit"),
+        (["generate", "x", "--max-tokens", "6", "y", "--page-size", "0"], r"--page-size=0 must be at least 1"),
+        (["generate", b"caf\xe9"], r"the text cannot be encoded: .* at 3 is no character; give text in UTF-8"),
     ],
 )
 def test_a_callers_mistake_is_one_line_and_exit_code_2(run, args: list[str], message: str):
     result = run(*args)
     assert result.returncode == 2
     assert result.stdout == ""
+    assert re.fullmatch(rf"jax-paged: .*{message}.*\n", result.stderr), result.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(plain_env: dict[str, str]):
+    env = {name: value for name, value in plain_env.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "jax_paged.cli", "env"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert (process.wait(), errors) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a\xff", r"prompts.txt is not text in UTF-8 \(.* at byte 1\)"), (b" \n", r"prompts.txt has no line")],
+)
+def test_a_file_without_prompts_in_it_is_refused(run, tmp_path: Path, content: bytes, message: str):
+    (tmp_path / "prompts.txt").write_bytes(content)
+    result = run("generate", "--file", str(tmp_path / "prompts.txt"))
+    assert result.returncode == 2
     assert re.fullmatch(rf"jax-paged: .*{message}.*\n", result.stderr), result.stderr
 
 

@@ -1,9 +1,11 @@
 """The engine on a tiny model, with its books checked and its pool poisoned after every step."""
 
+import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -486,7 +488,14 @@ def test_ctrl_c_inside_a_step_waits_for_its_end_and_loses_nothing(monkeypatch: p
 
 def test_a_callback_that_calls_the_engine_is_told_not_to():
     def on_event(event: jp.CacheEvent) -> None:
-        for call in (lambda: llm.add_request(prompt(3)), llm.step, lambda: llm.abort(request), llm.reset_prefix_cache):
+        for call in (
+            lambda: llm.add_request(prompt(3)),
+            llm.step,
+            lambda: llm.abort(request),
+            llm.reset_prefix_cache,
+            llm.check,
+            llm.warmup,
+        ):
             with pytest.raises(jp.RequestError, match="in the middle of a step: on_cache_event"):
                 call()
         events.append(event.kind)
@@ -596,7 +605,7 @@ def test_a_sequence_may_fill_the_model_length_and_the_pool_exactly():
         ([1, 61], r"61 is not a token id of this model: 0 <= id < 61"),
         ([-1], r"-1 is not a token id of this model"),
         ([1.5], r"1.5 is not a token id of this model"),
-        ("text", r"a text prompt needs a tokenizer"),
+        ("text", r"text needs a tokenizer"),
         (
             list(range(60)) + list(range(36)),
             r"a prompt of 96 tokens leaves no room to generate: .*max_model_len=96 .*24 of the pool's 24 pages of 4.*"
@@ -625,7 +634,7 @@ def test_generate_wants_as_many_params_as_prompts():
     for params, message in (
         ([greedy()], "1 SamplingParams for 2 prompts"),
         ([], "0 SamplingParams for 2 prompts"),
-        ({}, "0 SamplingParams for 2 prompts"),
+        ({}, r"params=\{\} must be SamplingParams, a list of them"),
         ([greedy(), 1], "params=1 must be SamplingParams"),
     ):
         with pytest.raises(jp.RequestError, match=message):
@@ -645,10 +654,23 @@ def test_generate_takes_one_prompt_or_several_as_lists_or_arrays():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"page_size": 0}, r"page_size=0 must be at least 1"),
-        ({"max_seqs": 0}, r"max_seqs=0 must be at least 1"),
-        ({"max_batch_tokens": 0}, r"max_batch_tokens=0 must be at least 1"),
-        ({"num_pages": 0}, r"num_pages=0 must be at least 1, or None"),
+        ({"page_size": 0}, r"page_size=0 must be an integer of at least 1"),
+        ({"max_seqs": 0}, r"max_seqs=0 must be an integer of at least 1"),
+        ({"max_batch_tokens": 0}, r"max_batch_tokens=0 must be an integer of at least 1"),
+        ({"num_pages": 0}, r"num_pages=0 must be an integer of at least 1, or None"),
+        ({"page_size": "16"}, r"page_size='16' must be an integer of at least 1"),
+        ({"max_seqs": None}, r"max_seqs=None must be an integer of at least 1"),
+        ({"max_batch_tokens": 10.5}, r"max_batch_tokens=10.5 must be an integer"),
+        ({"max_model_len": 97.5}, r"max_model_len=97.5 must be an integer of at least 1, or None"),
+        ({"decode_steps_per_call": 1.5}, r"decode_steps_per_call=1.5 must be an integer of at least 1, or None"),
+        ({"seed": None}, r"seed=None must be an integer of at least 0"),
+        ({"exact": "no"}, r"exact='no' must be True or False"),
+        ({"prefix_cache": "off"}, r"prefix_cache='off' must be True or False"),
+        ({"partial_hits": 2}, r"partial_hits=2 must be True or False"),
+        ({"on_cache_event": 1}, r"on_cache_event=1 must be a function, or None"),
+        ({"clock": 1}, r"clock=1 must be a function"),
+        ({"tokenizer": "x"}, r"tokenizer='x' must be a jax_paged Tokenizer, or None"),
+        ({"page_size": 10**9, "num_pages": None}, r"not even one page of 1,000,000,000 tokens.*lower page_size"),
         ({"max_batch_tokens": 3}, r"max_batch_tokens=3 must be at least max_seqs=4"),
         ({"schedule": "random"}, r"schedule='random' is not one of lpm, fcfs"),
         ({"max_model_len": 257}, r"max_model_len=257 must be from 2 to the model's 256 tokens"),
@@ -664,6 +686,60 @@ def test_generate_takes_one_prompt_or_several_as_lists_or_arrays():
 def test_sizes_that_cannot_be_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         engine(**options)
+
+
+@pytest.mark.parametrize("model", [None, 5, b"x", object()])
+def test_a_model_that_is_none_is_refused(model: Any):
+    with pytest.raises(ValueError, match=r"must be a model's name or path"):
+        jp.LLM(model)
+
+
+def test_a_model_may_be_given_as_a_path():
+    with pytest.raises(jp.ModelError, match=r"there is no model 'nowhere/model.gguf'"):
+        jp.LLM(Path("nowhere/model.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(np.int64(5)), r"5\)? is neither text nor a list of token ids"),
+        (lambda llm: llm.generate(np.array(5)), r"array\(5\) is neither text nor a list of token ids"),
+        (lambda llm: llm.generate({3, 1}), r"\{1, 3\} is neither text nor a list of token ids"),
+        (lambda llm: llm.generate(b"abc"), r"b'abc' is neither text nor a list of token ids"),
+        (lambda llm: llm.generate([True, 1]), r"True is not a token id of this model"),
+        (lambda llm: llm.generate([None]), r"None is not a token id of this model"),
+        (lambda llm: llm.generate(prompt(3), 5), r"params=5 must be SamplingParams, a list of them, or None"),
+        (lambda llm: llm.add_request(prompt(3), priority="high"), r"priority='high' must be an integer"),
+        (lambda llm: llm.prefill(prompt(3)).extend(5), r"5 is neither text nor a list of token ids"),
+        (lambda llm: llm.prefill(prompt(3)).generate({}), r"params=\{\} must be SamplingParams"),
+        (lambda llm: llm.prefill(prompt(3)).fork_with(99), r"99 is not a token id of this model"),
+        (lambda llm: llm.beam_search(prompt(3), beam_width="4"), r"beam_width='4' must be an integer"),
+        (lambda llm: llm.beam_search(prompt(3), beam_width=2.5), r"beam_width=2.5 must be an integer"),
+        (lambda llm: llm.beam_search(prompt(3), max_tokens=None), r"max_tokens=None must be an integer"),
+        (lambda llm: llm.beam_search(prompt(3), length_penalty=1e9), r"length_penalty=1000000000.0 must be a number"),
+        (lambda llm: llm.beam_search(prompt(3), length_penalty=float("nan")), r"length_penalty=nan must be a number"),
+        (lambda llm: llm.beam_search(prompt(3), length_penalty="x"), r"length_penalty='x' must be a number"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_told_by_name(call: Callable[[jp.LLM], object], message: str):
+    llm = engine()
+    with pytest.raises(ValueError, match=message):
+        call(llm)
+    gc.collect()
+    assert_baseline(llm)
+
+
+def test_jax_arrays_and_their_numbers_are_token_ids():
+    llm = engine()
+    expected = alone(prompt(5), greedy(2))
+    array = jax.numpy.array(prompt(5))
+    for given in (array, list(array), [array]):
+        assert tokens_of(llm.generate(given, greedy(2))[0]) == expected
+    with llm.prefill(array[:3]) as branch:
+        branch.extend(array[3:])
+        assert branch.generate(greedy(2)).outputs[0].token_ids == expected
+        assert len(branch.logprobs(array)) == 5
+    assert tokens_of(llm.generate(prompt(5), [greedy(2)])[0]) == expected
 
 
 def test_a_pool_without_a_size_holds_the_longest_sequences_there_can_be():

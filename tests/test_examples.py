@@ -74,7 +74,7 @@ def check_tree_of_thought(text: str) -> None:
         (line[0] == "*", float(line[1:].split()[0])) for line in text.splitlines() if re.match(r"[* ] +-", line)
     ]
     levels = [thoughts[i : i + 3] for i in range(0, len(thoughts), 3)]
-    assert len(levels) == 3
+    assert len(levels) == 2
     for level in levels:
         kept = [score for is_kept, score in level if is_kept]
         assert kept == [max(score for _, score in level)], "the best thought of a level is the one that is kept"

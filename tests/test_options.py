@@ -593,7 +593,7 @@ def test_options_may_come_as_numpy_numbers_and_iterators():
     [
         ({"namespace": [1]}, r"namespace=\[1\] cannot be hashed"),
         ({"priority": "a"}, r"priority='a' must be an integer"),
-        ({"prompt": 5}, r"the prompt 5 is neither text nor a list of token ids"),
+        ({"prompt": 5}, r"5 is neither text nor a list of token ids"),
         ({"prompt": [1.0, 2.0]}, r"1.0 is not a token id of this model"),
         ({"prompt": [True]}, r"True is not a token id of this model"),
     ],
