@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..aot import CONTEXT_TOKENS, SHAPES
 from ..api import AttentionCall
 from . import ragged_paged_attention, supports, why_not_on
 from .attention import Kernel
@@ -57,18 +58,8 @@ GPUS = {
     "b200": Gpu("NVIDIA B200", "10.0", 148, 180 * 10**9, 8.0e12, 126 * 2**20, 1.97),
 }
 
-# num_q_heads, num_kv_heads, head_dim
-SHAPES = {
-    "llama3-8b": (32, 8, 128),
-    "llama3-70b-tp8": (8, 1, 128),
-    "qwen3-0.6b": (16, 8, 128),
-    "qwen3-8b": (32, 8, 128),
-    "gemma3-4b": (8, 4, 256),
-    "smollm2-135m": (9, 3, 64),
-}
 # max_seqs, max_tokens
 MODES = {"decode": (32, 32), "prefill": (1, 4096), "mixed": (64, 512)}
-CONTEXT_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
