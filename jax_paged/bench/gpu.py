@@ -28,7 +28,7 @@ from typing import Any
 from jax_paged.bench import gpu_runs
 from jax_paged.bench.gpu_runs import RUNS, Case, Check
 from jax_paged.bench.gpu_worker import CallError, Worker
-from jax_paged.kernels.gpu.aot import SHAPES
+from jax_paged.kernels.aot import SHAPES
 
 __all__ = ["Report", "main"]
 

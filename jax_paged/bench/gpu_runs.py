@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_paged import kernels
 from jax_paged.bench import gpu_torch
-from jax_paged.kernels.gpu.aot import SHAPES
+from jax_paged.kernels.aot import SHAPES
 from jax_paged.kernels.reference import ragged_paged_attention as reference
 
 __all__ = ["RUNS", "Batch", "Case", "Check", "check", "machine", "make_batch", "measure_peaks", "time_run"]
