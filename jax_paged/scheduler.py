@@ -248,8 +248,8 @@ class Scheduler:
         while num_steps > 1:
             ends = [(row.start + 1, row.start + min(num_steps, row.seq.num_left)) for row in rows]
             needed = num_pages + sum(self._num_pages(end) - self._num_pages(first) for first, end in ends)
-            self._evict(needed - self.ledger.num_free)
-            if needed <= self.ledger.num_free:
+            if needed <= self._num_obtainable():
+                self._evict(needed - self.ledger.num_free)
                 return num_steps, needed
             num_steps //= 2
         return 1, num_pages
