@@ -103,10 +103,13 @@ class Branch:
             return []
         request = self._request(self._token_ids + tokens, max_new_tokens=0, score_from=len(self._token_ids))
         (seq,) = request.sequences
-        if self._held is not None:
-            with self._llm._exclusively():
-                self._llm._scheduler.share(seq, self._held)
-        self._llm._run([request])
+        try:
+            if self._held is not None:
+                with self._llm._exclusively():
+                    self._llm._scheduler.share(seq, self._held)
+            self._llm._run([request])
+        finally:  # what it still holds, had it no chance to run
+            self._llm._abandoned.append(seq)
         return list(seq.scores)
 
     def close(self) -> None:

@@ -166,9 +166,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start}); convert it") from None
+    lines = [line.removesuffix("\r") for line in lines]
     if not lines:
         raise ValueError(f"{file} has no line with a prompt in it")
     return lines
@@ -411,7 +412,11 @@ class _Progress:
 
             self._bar = Progress(console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(self._label, total=None)
-            self._bar.start()
+            try:
+                self._bar.start()
+            except BaseException:  # Ctrl-C: the terminal gets its cursor back
+                self._bar.stop()
+                raise
         return self._update
 
     def _update(self, done: int, total: int) -> None:

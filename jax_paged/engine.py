@@ -268,11 +268,11 @@ class LLM:
     # The argument outlives this module, which an iterator that is still open at exit may find empty.
     def _stream(self, request: Request, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> Iterator[StreamEvent]:
         # Nothing is queued before the first event is asked for: closing a generator that never ran runs no `finally`.
-        outputs = self._streams[request.request_id] = deque()
-        self._enqueue(request)
         num_chars = num_tokens = 0
         finished = False
         try:
+            outputs = self._streams[request.request_id] = deque()
+            self._enqueue(request)
             while not finished:
                 while not outputs:
                     self._advance(1)
@@ -282,7 +282,7 @@ class LLM:
                 yield StreamEvent(sample.text[num_chars:], sample.token_ids[-1] if is_token else None, output)
                 num_chars, num_tokens = len(sample.text), len(sample.token_ids)
         finally:
-            del self._streams[request.request_id]
+            self._streams.pop(request.request_id, None)
             if not is_finalizing():  # there is nothing left to free, and half of what it would take is gone
                 self._give_up(request)
 

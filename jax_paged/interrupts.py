@@ -11,7 +11,7 @@ __all__ = ["uninterrupted"]
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C inside has its effect at the end.
+    """Ctrl-C inside has its effect at the end; a second one, of somebody who will not wait, at once.
 
     Python runs signal handlers in the main thread alone, so in others there is nothing to do.
     """
@@ -19,7 +19,13 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     caught: list[tuple[Any, ...]] = []
-    handler = signal.signal(signal.SIGINT, lambda *args: caught.append(args))
+
+    def note(*args: Any) -> None:
+        if caught and callable(handler):
+            handler(*args)
+        caught.append(args)
+
+    handler = signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:

@@ -509,6 +509,51 @@ def test_a_callback_that_calls_the_engine_is_told_not_to():
     assert_baseline(llm)
 
 
+def test_what_is_refused_while_the_engine_is_busy_leaves_nothing_behind():
+    llm = engine()
+    branch = llm.prefill(prompt(20))
+    llm._is_busy = True  # as in another thread's step
+    for call in (
+        lambda: next(llm.stream(prompt(3))),
+        lambda: llm.generate(prompt(3)),
+        lambda: llm.add_request(prompt(3)),
+        lambda: branch.logprobs([1]),
+    ):
+        with pytest.raises(jp.RequestError, match="in the middle of a step"):
+            call()
+    llm._is_busy = False
+    assert not llm._streams
+    assert not llm.has_unfinished()
+    assert len(branch.logprobs([1])) == 1
+    branch.close()
+    assert_baseline(llm)
+
+
+def test_ctrl_c_as_a_score_begins_leaves_no_page_held(monkeypatch: pytest.MonkeyPatch):
+    llm = engine()
+    branch = llm.prefill(prompt(20))
+    share = llm._scheduler.share
+
+    def interrupted(*arguments: Any) -> None:
+        share(*arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(llm._scheduler, "share", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            branch.logprobs([1])
+        with pytest.raises(KeyboardInterrupt):
+            branch.fork()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    branch.close()
+    gc.collect()
+    llm.generate(prompt(3), greedy(1))
+    assert not llm._scheduler.held
+    assert_baseline(llm)
+
+
 def test_a_stream_collected_in_the_middle_of_a_step_ends_its_request():
     llm = engine(on_cache_event=lambda event: streams.clear())
     streams = [llm.stream(prompt(5, seed=1), greedy(40))]
