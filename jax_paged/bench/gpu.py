@@ -89,7 +89,10 @@ class Report:
     def save(self) -> None:
         if self.path is not None:
             found = {"machine": self.machine, "peaks": self.peaks, "checks": self.checks, "results": self.results}
-            self.path.write_text(json.dumps(found, indent=1) + "\n")
+            # Whole or not at all, whenever somebody ends this.
+            draft = self.path.with_name(self.path.name + ".part")
+            draft.write_text(json.dumps(found, indent=1) + "\n")
+            draft.replace(self.path)
 
     def attempt(self, worker: Worker, function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
         """What the call returns, or None, and why there is nothing."""
