@@ -191,23 +191,28 @@ def _point(cache: PagedCache, slots: jax.Array, indices: jax.Array, page_ids: ja
 
 
 @jax.jit
-def _copy_page(layer: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
-    """One page over another. Jitted, so that it is traced once for all layers.
+def _copy_rows(layer: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
+    """Pages over others. Jitted, so that it is traced once for all layers.
 
     On rows without inner structure: XLA's CPU code for the four-dimensional copy takes thirty times as long to compile.
     """
     rows = layer.reshape(layer.shape[0], -1)
-    page = jax.lax.optimization_barrier(jax.lax.dynamic_index_in_dim(rows, src, 0))
-    return jax.lax.dynamic_update_index_in_dim(rows, page, dst, 0).reshape(layer.shape)
+    copied = jax.lax.optimization_barrier(rows.at[src].get(mode="clip"))
+    return rows.at[dst].set(copied, mode="drop").reshape(layer.shape)
 
 
-def _copy_pages(cache: PagedCache, src: jax.Array, dst: jax.Array, count: jax.Array) -> PagedCache:
-    """Copies the first `count` of the page pairs, in every layer. A loop, since there is mostly nothing to copy."""
+def _copy_pages(cache: PagedCache, src: jax.Array, dst: jax.Array) -> PagedCache:
+    """Copies pages `src` to `dst` (i32[n]) in every layer, but for those with a `dst` past the end.
 
-    def copy_one(i: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(_copy_page(array, src[i], dst[i]) for array in arrays)
-
-    *kv_pages, tokens = jax.lax.fori_loop(0, count, copy_one, (*cache.kv_pages, cache.tokens))
+    A loop of no round or one: mostly there is nothing to copy, and a conditional might copy the pool.
+    """
+    arrays = (*cache.kv_pages, cache.tokens)
+    *kv_pages, tokens = jax.lax.fori_loop(
+        0,
+        jnp.any(dst < cache.num_pages).astype(jnp.int32),
+        lambda _, arrays: tuple(_copy_rows(array, src, dst) for array in arrays),
+        arrays,
+    )
     return cache.replace(kv_pages=tuple(kv_pages), tokens=tokens)
 
 
@@ -278,9 +283,8 @@ def extend(cache: PagedCache, num_new: jax.Array, max_new_pages: int) -> tuple[P
     index = (grow.first - start).at[slot].get(mode="fill", fill_value=0) + nth
 
     copies = grow.copies & fits
-    order = jnp.argsort(~copies, stable=True)  # the rows that copy, first
-    copied_to = taken.at[jnp.where(copies, start, max_new_pages)].get(mode="fill", fill_value=0)
-    cache = _copy_pages(cache, grow.shared_page[order], copied_to[order], jnp.sum(copies))
+    copied_to = taken.at[jnp.where(copies, start, max_new_pages)].get(mode="fill", fill_value=cache.num_pages)
+    cache = _copy_pages(cache, grow.shared_page, copied_to)
     # A shared page keeps at least one holder, so none of these reaches 0.
     ref_counts = cache.ref_counts.at[jnp.where(copies, grow.shared_page, cache.num_pages)].add(-1, mode="drop")
     return cache.replace(

@@ -15,7 +15,7 @@ from jax_paged.cache import PagedCache, slot_mapping
 from jax_paged.kernels import api as kernels
 from jax_paged.kernels import xla
 
-__all__ = ["Batch", "PagedAttention", "attend", "make_batch"]
+__all__ = ["Batch", "PagedAttention", "attend", "attend_to_pages", "make_batch"]
 
 
 class Batch(struct.PyTreeNode, kw_only=True):
@@ -108,6 +108,34 @@ def attend(
       The attention's output, dtype[num_tokens, num_q_heads, head_dim], zero for padding, and the pages.
     """
     pages = kernels.write_kv(pages, k, v, batch.slot_mapping)
+    out = attend_to_pages(
+        q,
+        pages,
+        batch,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        implementation=implementation,
+    )
+    return out, pages
+
+
+def attend_to_pages(
+    q: jax.Array,
+    pages: jax.Array,
+    batch: Batch,
+    *,
+    sm_scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The second half of `attend`, for pages to which the new keys and values have been written.
+
+    Arguments and result are those of `attend`.
+    """
     options: dict[str, Any] = {
         "sm_scale": sm_scale,
         "sliding_window": sliding_window,
@@ -117,12 +145,11 @@ def attend(
     rows = (batch.kv_lens, batch.page_indices, batch.cu_q_lens, batch.num_seqs)
     if batch.exact:
         # Past the choice of an implementation: what no kernel promises.
-        out = xla.ragged_paged_attention(q, pages, *rows, **options, decode_only=True, share=False)
-        return cast(jax.Array, out), pages
+        return cast(jax.Array, xla.ragged_paged_attention(q, pages, *rows, **options, decode_only=True, share=False))
     options["implementation"] = implementation
     if batch.one_token_rows:
-        return kernels.paged_attention(q, pages, batch.page_indices, batch.kv_lens, **options), pages
-    return kernels.ragged_paged_attention(q, pages, *rows, **options), pages
+        return kernels.paged_attention(q, pages, batch.page_indices, batch.kv_lens, **options)
+    return kernels.ragged_paged_attention(q, pages, *rows, **options)
 
 
 class PagedAttention(nnx.Module):

@@ -21,7 +21,7 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def plain_env() -> dict[str, str]:
     """The environment for a process that is to run as a user's would."""
     env = {name: value for name, value in os.environ.items() if name not in _CACHE}

@@ -285,15 +285,14 @@ def test_operations_are_traced_once_for_all_lengths_and_slots():
 def test_page_copies_are_right_for_neighbouring_pages():
     # XLA has mistaken shifted copies within one buffer for copies in place.
     for offset in (-1, 1, 2):
-        cache = make_cache(6, 4)
+        cache = make_cache(10, 4)
         layers = [jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(cache.kv_pages)]
         cache = cache.replace(kv_pages=tuple(layers))
-        src = jnp.array([2, 3, 1, 4])
-        copied = jax.jit(_copy_pages, donate_argnums=0)(jax.tree.map(jnp.copy, cache), src, src + offset, 2)
+        src, dst = jnp.array([2, 3, 7, 4]), jnp.array([2 + offset, 10, 7 + offset, 10])
+        copied = jax.jit(_copy_pages, donate_argnums=0)(jax.tree.map(jnp.copy, cache), src, dst)
         for before, after in zip(cache.kv_pages, copied.kv_pages):
             expected = np.array(before)
-            for s in (2, 3):
-                expected[s + offset] = expected[s]
+            expected[[2 + offset, 7 + offset]] = expected[[2, 7]]
             np.testing.assert_array_equal(after, expected)
 
 
