@@ -67,9 +67,9 @@ def check_batch(loaded: LoadedModel, page_size: int, most: int, **options) -> li
     cold = llm.generate(prompts, [params(case, most) for case in CASES])
     for output, case in zip(cold, CASES):
         assert_matches(output, case, most)
-    warm = llm.generate(prompts, [params(case, min(most, 8)) for case in CASES])
+    warm = llm.generate(prompts, [params(case, 4) for case in CASES])
     for output, case in zip(warm, CASES):
-        assert_matches(output, case, min(most, 8))
+        assert_matches(output, case, 4)
         # Whole pages of prompt and continuation are in the tree, and the last prompt token is computed all the same.
         full = (len(case["prompt_ids"]) + min(most, len(case["token_ids"])) - 1) // page_size * page_size
         assert output.num_cached_tokens >= min(full, len(case["prompt_ids"]) - 1)
