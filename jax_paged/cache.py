@@ -27,6 +27,7 @@ from flax import struct
 
 from jax_paged.errors import InvariantError, OutOfPages
 from jax_paged.kernels import api as kernels
+from jax_paged.kernels.sums import running_sums
 
 __all__ = [
     "CacheSpec",
@@ -156,9 +157,11 @@ def _retain(cache: PagedCache, page_ids: jax.Array) -> PagedCache:
     return cache.replace(ref_counts=jnp.where(cache.ref_counts > 0, cache.ref_counts + more, 0))
 
 
-def _release(cache: PagedCache, page_ids: jax.Array) -> PagedCache:
+def _release(cache: PagedCache, *page_ids: jax.Array) -> PagedCache:
     """One reference less for each id given; a page that reaches 0 enters the free list, once."""
-    less = jnp.zeros_like(cache.ref_counts).at[_in_range(page_ids, cache.num_pages)].add(1, mode="drop")
+    less = jnp.zeros_like(cache.ref_counts)
+    for ids in page_ids:
+        less = less.at[_in_range(ids, cache.num_pages)].add(1, mode="drop")
     ref_counts = jnp.maximum(cache.ref_counts - less, 0)
     freed = (ref_counts == 0) & (cache.ref_counts > 0)
     place = jnp.where(freed, cache.num_free + jnp.cumsum(freed) - 1, cache.num_pages)
@@ -169,25 +172,27 @@ def _release(cache: PagedCache, page_ids: jax.Array) -> PagedCache:
     )
 
 
-def _free_slots(cache: PagedCache, slots_mask: jax.Array) -> PagedCache:
-    """Empties the slots set in `slots_mask` (bool[max_seqs])."""
+def _empty_slots(cache: PagedCache, slots_mask: jax.Array) -> tuple[PagedCache, jax.Array]:
+    """Empties the slots set in `slots_mask` (bool[max_seqs]). Returns the page ids they held, to be released."""
     none = jnp.int32(cache.num_pages)
     held = jnp.where(slots_mask[:, None], cache.block_tables, none)
-    return _release(cache, held.ravel()).replace(
+    return cache.replace(
         block_tables=jnp.where(slots_mask[:, None], none, cache.block_tables),
         seq_lens=jnp.where(slots_mask, 0, cache.seq_lens),
-    )
+    ), held.ravel()
 
 
-def _point(cache: PagedCache, slots: jax.Array, indices: jax.Array, page_ids: jax.Array) -> PagedCache:
-    """Makes entry `indices[i]` of row `slots[i]` name `page_ids[i]`, whose reference the caller has retained; releases
-    the page that stood there.
+def _point(
+    cache: PagedCache, slots: jax.Array, indices: jax.Array, page_ids: jax.Array
+) -> tuple[PagedCache, jax.Array]:
+    """Makes entry `indices[i]` of row `slots[i]` name `page_ids[i]`, whose reference the caller has retained. Returns
+    the page ids that stood there, to be released.
 
     No (slot, index) may come twice.
     """
     slots = _in_range(slots, cache.max_seqs)
-    cache = _release(cache, cache.block_tables.at[slots, indices].get(mode="fill", fill_value=cache.num_pages))
-    return cache.replace(block_tables=cache.block_tables.at[slots, indices].set(page_ids, mode="drop"))
+    before = cache.block_tables.at[slots, indices].get(mode="fill", fill_value=cache.num_pages)
+    return cache.replace(block_tables=cache.block_tables.at[slots, indices].set(page_ids, mode="drop")), before
 
 
 @jax.jit
@@ -267,7 +272,7 @@ def extend(cache: PagedCache, num_new: jax.Array, max_new_pages: int) -> tuple[P
       past the end. Where they do not fit, nothing has changed but `oom`.
     """
     grow = _plan_growth(cache, num_new)
-    ends = jnp.cumsum(grow.num_pages)
+    ends = running_sums(grow.num_pages)
     total = ends[-1]
     fits = (total <= cache.num_free) & (total <= max_new_pages)
     fits &= jnp.all(-(-grow.new_lens // cache.page_size) <= cache.max_pages_per_seq)
@@ -306,7 +311,7 @@ def _append(cache: PagedCache, slots_mask: jax.Array) -> PagedCache:
 
 
 def _free(cache: PagedCache, slot: jax.Array) -> PagedCache:
-    return _free_slots(cache, jnp.arange(cache.max_seqs) == slot)
+    return _release(*_empty_slots(cache, jnp.arange(cache.max_seqs) == slot))
 
 
 def _fork(cache: PagedCache, src_slot: jax.Array, dst_slot: jax.Array) -> PagedCache:

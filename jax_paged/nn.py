@@ -14,6 +14,7 @@ from flax import nnx, struct
 from jax_paged.cache import PagedCache, slot_mapping
 from jax_paged.kernels import api as kernels
 from jax_paged.kernels import xla
+from jax_paged.kernels.sums import running_sums
 
 __all__ = ["Batch", "PagedAttention", "attend", "attend_to_pages", "make_batch"]
 
@@ -61,7 +62,7 @@ def make_batch(
     real = (slots >= 0) & (slots < cache.max_seqs)
     slots = jnp.where(real, slots, cache.max_seqs)
     lens = cache.seq_lens.at[slots].get(mode="fill", fill_value=0)
-    ends = jnp.cumsum(q_lens, dtype=jnp.int32)
+    ends = running_sums(q_lens).astype(jnp.int32)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     sequence = jnp.searchsorted(ends, token, side="right", method="compare_all").astype(jnp.int32)
     is_token = token < ends[-1]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jax_paged.kernels.sums import running_sums
 from jax_paged.request import SamplingParams
 
 __all__ = [
@@ -253,7 +254,7 @@ def _find_border(
     num = min(_NUM_CANDIDATES, size)
     values, tokens = _top(logits, num)
     ranked = jnp.take_along_axis(weights, tokens, axis=1, mode="clip")
-    ends = _running_sums(ranked)
+    ends = running_sums(ranked)
 
     few, within_k = top_k <= num, jnp.arange(num) < top_k[:, None]
     total = jnp.where(few, jnp.sum(jnp.where(within_k, ranked, 0), axis=1), _total(weights))
@@ -439,13 +440,7 @@ def _first_above(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.
     of the same shape, taken in the same order, do not fall from one place to the next, and grow only where something
     was added: so it is a place of positive weight.
     """
-    ends = _running_sums(weights)
+    ends = running_sums(weights)
     before = (ends <= target[:, None]) & (ends < ends[:, -1:])
     place = jnp.sum(before, axis=1, dtype=jnp.float32).astype(jnp.int32)
     return target - jnp.sum(jnp.where(before, weights, 0), axis=1), place
-
-
-def _running_sums(array: jax.Array) -> jax.Array:
-    """As `jnp.cumsum` of each row, for short rows: one operation, where that is a dozen for XLA to compile on CPU."""
-    column = jnp.arange(array.shape[1])
-    return jnp.sum(jnp.where(column[:, None] >= column, array[:, None, :], 0), axis=2)

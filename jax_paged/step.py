@@ -16,6 +16,7 @@ from flax import nnx, struct
 
 from jax_paged import cache as pages
 from jax_paged.cache import PagedCache
+from jax_paged.kernels.sums import running_sums
 from jax_paged.ledger import Commands, StepPlan, StepResult, TokenScores
 from jax_paged.nn import Batch, make_batch
 from jax_paged.request import MAX_LOGPROBS, Sequence
@@ -127,9 +128,9 @@ def _apply_commands(cache: PagedCache, commands: PageCommands) -> PagedCache:
 
     def apply(books: PagedCache) -> PagedCache:
         books = pages._retain(books, commands.retain)
-        books = pages._free_slots(books, commands.free_slots)
-        books = pages._point(books, *commands.points)
-        books = pages._release(books, commands.release)
+        books, held = pages._empty_slots(books, commands.free_slots)
+        books, pointed_to = pages._point(books, *commands.points)
+        books = pages._release(books, held, pointed_to, commands.release)
         return books.replace(seq_lens=jnp.where(commands.lengths >= 0, commands.lengths, books.seq_lens))
 
     # Without the pool, which a conditional might copy.
@@ -180,7 +181,7 @@ def _run_steps(model: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket
         # The rows that go on, back to back.
         stops = jnp.any(inputs.stop_ids == new_tokens[:, None], axis=1)
         q_lens = jnp.where((q_lens > 0) & ~stops & (inputs.num_left > i + 1), 1, 0)
-        place = jnp.where(q_lens > 0, jnp.cumsum(q_lens) - 1, bucket.num_tokens)
+        place = jnp.where(q_lens > 0, running_sums(q_lens) - 1, bucket.num_tokens)
         tokens = jnp.zeros_like(tokens).at[place].set(new_tokens, mode="drop")
         return i + 1, cache, tokens, q_lens, taken, chosen, sampled
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from .api import AttentionCall
+from .sums import running_sums
 
 # KV tokens per loop step: fewer, larger operations win on CPU, until a short row pays for much it does not need.
 _DECODE_BLOCK_TOKENS = 128
@@ -240,7 +241,7 @@ def _prefill(
     max_tokens = q.shape[0]
     tile_tokens = min(_PREFILL_TILE_TOKENS, 1 << (max_tokens - 1).bit_length())
     num_tiles = -(-q_lens // tile_tokens)  # of each row
-    tiles_end = jnp.cumsum(num_tiles)
+    tiles_end = running_sums(num_tiles)
     # A tile may reach past its row's end, and past the end of the batch.
     q, out = (jnp.pad(x, ((0, tile_tokens), (0, 0), (0, 0))) for x in (q, out))
     lse = jnp.pad(lse, ((0, tile_tokens), (0, 0)))

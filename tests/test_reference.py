@@ -83,7 +83,7 @@ def test_a_batch_matches_cold_and_again_from_the_cache(loaded: LoadedModel, page
 
 
 def test_other_page_sizes_match_and_in_exact_mode_give_the_same_bits(loaded: LoadedModel, request):
-    most = 8
+    most = 6
     if request.config.getoption("--long"):
         most = 32
         for page_size in (8, 64, 128):
@@ -96,7 +96,7 @@ def test_other_page_sizes_match_and_in_exact_mode_give_the_same_bits(loaded: Loa
 
 
 def test_one_by_one_matches_without_a_prefix_cache(loaded: LoadedModel, request):
-    most = 32 if request.config.getoption("--long") else 6
+    most = 32 if request.config.getoption("--long") else 4
     llm = make_llm(loaded, 16, prefix_cache=False)
     for case in CASES:
         (output,) = llm.generate(case["prompt_ids"], params(case, most))
