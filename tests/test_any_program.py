@@ -124,7 +124,8 @@ class Program:
     """Calls of all kinds on one engine, each a method here."""
 
     def __init__(self, **options: Any) -> None:
-        self.llm = engine(**options)
+        # Programs without sampling options in some, to have fewer to compile in all.
+        self.llm = engine(plain=options["page_size"] == 16, **options)
         self.requests: dict[int, Running] = {}
         self.branches: list[tuple[jp.Branch, list[int]]] = []
         self.streams: list[Watched] = []

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +15,14 @@ import numpy as np
 import pytest
 import tiny
 from hypothesis import strategies as st
-from tiny import alone, engine, greedy, prompt
+from tiny import alone, drive, greedy, prompt
 
 import jax_paged as jp
 from jax_paged.ledger import Commands, StepPlan, StepResult
 from jax_paged.step import Bucket, pack_commands, pack_inputs, run_step
 
-# Other page sizes and pools: each of these is compiled anew.
-PAGES_OF_1: dict[str, Any] = {
-    "page_size": 1,
-    "num_pages": 64,
-    "max_seqs": 4,
-    "max_batch_tokens": 8,
-    "max_model_len": 64,
-}
-PAGES_OF_16: dict[str, Any] = {
-    "page_size": 16,
-    "num_pages": 6,
-    "max_seqs": 4,
-    "max_batch_tokens": 8,
-    "max_model_len": 64,
-}
-SIZES = [PAGES_OF_1, tiny.SIZES, PAGES_OF_16]
-
-
-def drive(llm: jp.LLM) -> dict[int, list[jp.RequestOutput]]:
-    """Steps until nothing is left to do or tell: the outputs of each request."""
-    outputs: dict[int, list[jp.RequestOutput]] = {}
-    while llm.has_unfinished():
-        for output in llm.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    return outputs
+SIZES = [tiny.PAGES_OF_1, tiny.SIZES, tiny.PAGES_OF_16]
+engine = partial(tiny.engine, plain=True)
 
 
 def tokens_of(output: jp.RequestOutput) -> list[int]:
