@@ -144,11 +144,15 @@ class TokenScores(NamedTuple):
     """Log-probabilities of tokens, and the likeliest tokens in their places; empty where nobody asked."""
 
     logprobs: np.ndarray  # f32[n]
-    top_tokens: np.ndarray  # i32[n, MAX_LOGPROBS], the likeliest first
-    top_logprobs: np.ndarray  # f32[n, MAX_LOGPROBS]
+    top_tokens: np.ndarray | None  # i32[n, MAX_LOGPROBS], the likeliest first; None where only `logprobs` are known
+    top_logprobs: np.ndarray | None  # f32[n, MAX_LOGPROBS]
 
     def top(self, i: int, count: int) -> dict[int, float]:
         """The `count` likeliest in place i."""
+        if count == 0:
+            return {}
+        assert self.top_tokens is not None
+        assert self.top_logprobs is not None
         return dict(zip(self.top_tokens[i, :count].tolist(), self.top_logprobs[i, :count].tolist()))
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
@@ -68,8 +69,8 @@ class Sampled(NamedTuple):
 
     tokens: jax.Array  # i32[rows]
     logprobs: jax.Array  # f32[rows], of `tokens`
-    top_tokens: jax.Array  # i32[rows, MAX_LOGPROBS], the likeliest first
-    top_logprobs: jax.Array  # f32[rows, MAX_LOGPROBS]
+    top_tokens: jax.Array | None  # i32[rows, MAX_LOGPROBS], the likeliest first; None from `sample_plainly`
+    top_logprobs: jax.Array | None  # f32[rows, MAX_LOGPROBS]
 
 
 class _Border(NamedTuple):
@@ -136,15 +137,13 @@ def sample(logits: jax.Array, rows: SamplingRows, history: History) -> Sampled:
     )
 
 
-def sample_plainly(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """What `sample` gives rows that have only a temperature: its tokens, with a fraction of its code to compile.
+def sample_plainly(logits: jax.Array, rows: SamplingRows) -> Sampled:
+    """What `sample` gives rows that have only a temperature, and want no likeliest tokens: with a fraction of its code
+    to compile.
 
     Args:
       logits: f32[rows, vocab_size].
-      rows: of which temperature, seed, sample_index and position count; the others may be None.
-
-    Returns:
-      i32[rows].
+      rows: of which temperature, seed, sample_index, position and num_logprobs count; the others may be None.
     """
 
     def draw() -> jax.Array:
@@ -152,24 +151,36 @@ def sample_plainly(logits: jax.Array, rows: SamplingRows) -> jax.Array:
         weights = _weights(logits, jnp.where(sampling, rows.temperature, 1.0))
         return jnp.where(sampling, _inverse_cdf(weights, _uniform(rows)), _argmax(logits))
 
-    return lax.cond(jnp.any(rows.temperature > 0), draw, lambda: _argmax(logits))
+    tokens = lax.cond(jnp.any(rows.temperature > 0), draw, lambda: _argmax(logits))
+    wanted = rows.num_logprobs >= 0
+    logprobs = lax.cond(
+        jnp.any(wanted),
+        lambda: jnp.where(wanted, token_logprobs(logits, tokens)[0], 0),
+        lambda: jnp.zeros(len(logits), jnp.float32),
+    )
+    return Sampled(tokens, logprobs, None, None)
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array, with_top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def token_logprobs(
+    logits: jax.Array, tokens: jax.Array, with_top: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """The log-probabilities of given tokens, and the likeliest ones.
 
     Args:
       logits: f32[n, vocab_size].
       tokens: i32[n].
-      with_top: bool[], whether the likeliest are wanted.
+      with_top: bool[], whether the likeliest are wanted. None: they never are, which compiles sooner.
 
     Returns:
       Of `tokens`: f32[n]. The likeliest tokens, i32[n, MAX_LOGPROBS], likeliest first, equal ones by id, and their
-      log-probabilities, f32[n, MAX_LOGPROBS]; -1 and -inf past the vocabulary's size or unless `with_top`.
+      log-probabilities, f32[n, MAX_LOGPROBS]; -1 and -inf past the vocabulary's size or unless `with_top`; None if
+      that is None.
     """
     largest = _blocks_max(logits, _LANES)
     log_total = largest + jnp.log(_total(jnp.exp(logits - largest[:, None])))
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")[:, 0]
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1, mode="clip")[:, 0] - log_total
+    if with_top is None:
+        return chosen, None, None
 
     def top() -> tuple[jax.Array, jax.Array]:
         values, ids = _top(logits, min(MAX_LOGPROBS, logits.shape[1]))
@@ -177,7 +188,7 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, with_top: jax.Array) ->
         logprobs = jnp.pad(values - log_total[:, None], missing, constant_values=-jnp.inf)
         return jnp.pad(ids, missing, constant_values=-1), logprobs
 
-    return chosen - log_total, *lax.cond(with_top, top, lambda: _no_top(len(logits)))
+    return chosen, *lax.cond(with_top, top, lambda: _no_top(len(logits)))
 
 
 def _no_top(num_rows: int) -> tuple[jax.Array, jax.Array]:
@@ -407,13 +418,27 @@ def _argmax(logits: jax.Array) -> jax.Array:
 
 
 def _uniform(rows: SamplingRows) -> jax.Array:
-    """f32[rows] in [0, 1)."""
+    """f32[rows] in [0, 1), multiples of 2**-24."""
+    seed, sample_index, position = (jnp.asarray(x, jnp.uint32) for x in (rows.seed, rows.sample_index, rows.position))
+    return (_threefry(seed, sample_index, position) >> 8).astype(jnp.float32) * 2.0**-24
 
-    def draw(seed: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sample_index), position)
-        return jax.random.uniform(key)
 
-    return jax.vmap(draw)(rows.seed, rows.sample_index, rows.position)
+def _threefry(seed: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
+    """u32: the first word of Threefry-2x32 in 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+    3", section 4.1), with the key (seed, sample_index) and the counter (position, 0).
+
+    It is the generator of `jax.random`, whose function for one key a row would take sixty kernels on CPU, and half a
+    second of each program's compilation; this is one.
+    """
+    keys = (seed, sample_index, seed ^ sample_index ^ np.uint32(0x1BD11BDA))
+    a, b = position + keys[0], keys[1]
+    for block in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[block % 2]:
+            a += b
+            b = (b << rotation | b >> (32 - rotation)) ^ a
+        a += keys[(block + 1) % 3]
+        b += keys[(block + 2) % 3] + np.uint32(block + 1)
+    return a
 
 
 def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:

@@ -56,7 +56,7 @@ class Bucket(NamedTuple):
     one_token_rows: bool  # see `nn.Batch`
     max_steps: int  # 1 unless one_token_rows
     exact: bool = False  # see `nn.make_batch`
-    plain: bool = False  # no row has a sampling option but its temperature: much less to compile
+    plain: bool = False  # see `is_plain`: much less to compile
 
 
 class ModelShape:
@@ -119,8 +119,8 @@ class StepOutputs(NamedTuple):
     """What a step tells, as it comes from the device."""
 
     packed: jax.Array  # i32[max_steps * (num_rows + max_new_pages) + 2]: tokens, pages taken, num_free, oom
-    sampled: Sampled | None  # [max_steps, num_rows, ...]; None if plain
-    prompt: tuple[jax.Array, jax.Array, jax.Array] | None  # as `token_logprobs`, for `next_tokens`
+    sampled: Sampled  # [max_steps, num_rows, ...]
+    prompt: tuple[jax.Array, jax.Array | None, jax.Array | None] | None  # as `token_logprobs`, for `next_tokens`
 
 
 def _apply_commands(cache: PagedCache, commands: PageCommands) -> PagedCache:
@@ -153,8 +153,8 @@ def _compute(
 
 def _choose(
     model: Any, cache: PagedCache, hidden: jax.Array, inputs: StepInputs, bucket: Bucket, step: jax.Array | int
-) -> tuple[jax.Array, Sampled | None]:
-    """Samples after the hidden states of each row. Returns the tokens, and all there is if not plain."""
+) -> Sampled:
+    """Samples after the hidden states of each row."""
 
     def history() -> tuple[jax.Array, jax.Array]:
         slots = jnp.where(step == 0, inputs.sample_slots, inputs.slots)
@@ -162,67 +162,69 @@ def _choose(
 
     rows = inputs.sampling.replace(position=inputs.sampling.position + step)
     logits = model.logits(hidden)
-    if bucket.plain:
-        return sample_plainly(logits, rows), None
-    sampled = sample(logits, rows, history)
-    return sampled.tokens, sampled
+    return sample_plainly(logits, rows) if bucket.plain else sample(logits, rows, history)
 
 
 def _run_steps(model: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket) -> tuple[PagedCache, StepOutputs]:
     """Up to `max_steps` steps, as long as some row goes on."""
 
     def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        i, cache, tokens, q_lens, taken, chosen, sampled = state
+        i, cache, tokens, q_lens, taken, sampled = state
         cache, new_pages, hidden, batch = _compute(model, cache, tokens, inputs.slots, q_lens, bucket)
         last = jnp.where(i == 0, inputs.sample_from, batch.last_tokens)
-        new_tokens, new = _choose(model, cache, hidden[last], inputs, bucket, i)
-        taken, chosen = taken.at[i].set(new_pages), chosen.at[i].set(new_tokens)
+        new = _choose(model, cache, hidden[last], inputs, bucket, i)
+        taken = taken.at[i].set(new_pages)
         sampled = jax.tree.map(lambda all_steps, one: all_steps.at[i].set(one), sampled, new)
         # The rows that go on, back to back.
-        stops = jnp.any(inputs.stop_ids == new_tokens[:, None], axis=1)
+        stops = jnp.any(inputs.stop_ids == new.tokens[:, None], axis=1)
         q_lens = jnp.where((q_lens > 0) & ~stops & (inputs.num_left > i + 1), 1, 0)
         place = jnp.where(q_lens > 0, running_sums(q_lens) - 1, bucket.num_tokens)
-        tokens = jnp.zeros_like(tokens).at[place].set(new_tokens, mode="drop")
-        return i + 1, cache, tokens, q_lens, taken, chosen, sampled
+        tokens = jnp.zeros_like(tokens).at[place].set(new.tokens, mode="drop")
+        return i + 1, cache, tokens, q_lens, taken, sampled
 
     def goes_on(state: tuple[Any, ...]) -> jax.Array:
         i, q_lens = state[0], state[3]
         return (i == 0) | ((i < inputs.num_steps) & jnp.any(q_lens > 0))
 
     chosen = jnp.zeros((bucket.max_steps, bucket.num_rows), jnp.int32)
-    top = jnp.zeros((*chosen.shape, MAX_LOGPROBS), jnp.int32)
-    sampled = None if bucket.plain else Sampled(chosen, chosen.astype(jnp.float32), top, top.astype(jnp.float32))
+    top = None if bucket.plain else jnp.zeros((*chosen.shape, MAX_LOGPROBS), jnp.int32)
+    sampled = Sampled(chosen, chosen.astype(jnp.float32), top, None if top is None else top.astype(jnp.float32))
     taken = jnp.full((bucket.max_steps, bucket.max_new_pages), cache.num_pages, jnp.int32)
-    state = (jnp.int32(0), cache, inputs.tokens, inputs.q_lens, taken, chosen, sampled)
+    state = (jnp.int32(0), cache, inputs.tokens, inputs.q_lens, taken, sampled)
     # A loop of one round would only be in the compiler's way.
     state = jax.lax.while_loop(goes_on, step, state) if bucket.max_steps > 1 else step(state)
-    _, cache, _, _, taken, chosen, sampled = state
-    return cache, StepOutputs(_pack(cache, chosen, taken), sampled, None)
+    _, cache, _, _, taken, sampled = state
+    return cache, StepOutputs(_pack(cache, sampled.tokens, taken), sampled, None)
 
 
 def _run_mixed(model: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket) -> tuple[PagedCache, StepOutputs]:
     """One step of rows with any number of tokens."""
     cache, taken, hidden, _ = _compute(model, cache, inputs.tokens, inputs.slots, inputs.q_lens, bucket)
-    tokens, sampled = _choose(model, cache, hidden[inputs.sample_from], inputs, bucket, 0)
-    sampled = jax.tree.map(lambda x: x[None], sampled)
-    prompt = None if bucket.plain else _score(model, hidden, inputs)
-    return cache, StepOutputs(_pack(cache, tokens, taken), sampled, prompt)
+    sampled = _choose(model, cache, hidden[inputs.sample_from], inputs, bucket, 0)
+    prompt = _score(model, hidden, inputs, bucket)
+    return cache, StepOutputs(_pack(cache, sampled.tokens, taken), jax.tree.map(lambda x: x[None], sampled), prompt)
 
 
-def _score(model: Any, hidden: jax.Array, inputs: StepInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _score(
+    model: Any, hidden: jax.Array, inputs: StepInputs, bucket: Bucket
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Log-probabilities of `next_tokens`, some tokens at a time: all their logits would be large."""
     num_tokens, together = hidden.shape[0], min(_SCORED_TOGETHER, hidden.shape[0])
+    with_top = None if bucket.plain else inputs.num_prompt_logprobs > 0
 
-    def score_some(some: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return token_logprobs(model.logits(some[0]), jnp.maximum(some[1], 0), inputs.num_prompt_logprobs > 0)
+    def score_some(some: tuple[jax.Array, jax.Array]) -> Any:
+        return token_logprobs(model.logits(some[0]), jnp.maximum(some[1], 0), with_top)
 
-    def score() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def score() -> Any:
         parts = (hidden.reshape(-1, together, hidden.shape[1]), inputs.next_tokens.reshape(-1, together))
         return jax.tree.map(lambda x: x.reshape(num_tokens, *x.shape[2:]), jax.lax.map(score_some, parts))
 
-    shape = (num_tokens, MAX_LOGPROBS)
-    nothing = (jnp.zeros(num_tokens, jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-    return jax.lax.cond(inputs.num_prompt_logprobs >= 0, score, lambda: nothing)
+    def nothing() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(score))
+
+    scores: tuple[jax.Array, jax.Array | None, jax.Array | None]
+    scores = jax.lax.cond(inputs.num_prompt_logprobs >= 0, score, nothing)
+    return scores
 
 
 def _pack(cache: PagedCache, tokens: jax.Array, taken: jax.Array) -> jax.Array:
@@ -276,11 +278,11 @@ def unpack(outputs: StepOutputs, plan: StepPlan, bucket: Bucket) -> StepResult:
     packed = np.asarray(outputs.packed)
     num_tokens = bucket.max_steps * bucket.num_rows
     sampled = prompt = None
-    if outputs.sampled is not None and any(row.seq.request.params.logprobs is not None for row in plan.rows):
-        _, *scores = (np.asarray(x) for x in outputs.sampled)
-        sampled = [TokenScores(*(x[i] for x in scores)) for i in range(plan.num_steps)]
+    if any(row.seq.request.params.logprobs is not None for row in plan.rows):
+        scores = jax.device_get(outputs.sampled[1:])
+        sampled = [TokenScores(*jax.tree.map(lambda x, i=i: x[i], scores)) for i in range(plan.num_steps)]
     if outputs.prompt is not None and any(row.seq.next_score < row.seq.num_prompt for row in plan.rows):
-        prompt = TokenScores(*(np.asarray(x) for x in outputs.prompt))
+        prompt = TokenScores(*jax.device_get(outputs.prompt))
     return StepResult(
         tokens=packed[:num_tokens].reshape(bucket.max_steps, -1),
         taken=packed[num_tokens:-2].reshape(bucket.max_steps, -1),
@@ -353,14 +355,16 @@ def pack_inputs(plan: StepPlan, commands: PageCommands, bucket: Bucket, max_seqs
 
 
 def is_plain(seq: Sequence) -> bool:
-    """Whether a sequence has no sampling option but its temperature, and reports no log-probabilities."""
+    """Whether a sequence has no sampling option but its temperature, and reports no other log-probabilities than those
+    of its own tokens.
+    """
     p = seq.request.params
     return (
         (p.top_k, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty) == (0, 1, 0, 0, 0, 1)
         and not p.logit_bias
         and seq.num_outputs >= p.min_tokens
-        and p.logprobs is None
-        and seq.next_score >= seq.num_prompt
+        and not p.logprobs
+        and not p.prompt_logprobs
     )
 
 
@@ -376,6 +380,7 @@ def _pack_sampling(seqs: list[Sequence], num_rows: int, plain: bool) -> Sampling
         "seed": column([seq.request.seed for seq in seqs], 0, np.uint32),
         "sample_index": column([seq.sample_index for seq in seqs], 0, np.int32),
         "position": column([seq.num_tokens for seq in seqs], 0, np.int32),
+        "num_logprobs": column([-1 if p.logprobs is None else p.logprobs for p in params], -1, np.int32),
     }
     if plain:
         return SamplingRows(**dict.fromkeys(field.name for field in fields(SamplingRows)) | columns)
@@ -387,7 +392,6 @@ def _pack_sampling(seqs: list[Sequence], num_rows: int, plain: bool) -> Sampling
         "frequency_penalty": column([p.frequency_penalty for p in params], 0, np.float32),
         "repetition_penalty": column([p.repetition_penalty for p in params], 1, np.float32),
         "num_prompt": column([seq.num_prompt for seq in seqs], 0, np.int32),
-        "num_logprobs": column([-1 if p.logprobs is None else p.logprobs for p in params], -1, np.int32),
     }
     biases = [_biases(seq) for seq in seqs]
     return SamplingRows(**columns, **(_pack_biases(biases, num_rows) if any(biases) else _no_biases(num_rows)))

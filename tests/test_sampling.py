@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.extend.random import threefry_2x32
 
 import jax_paged as jp
 from jax_paged import sampling as sampling
@@ -519,6 +520,28 @@ def test_logprobs_of_given_tokens_and_the_likeliest(vocab_size: int):
 
 
 # The program
+
+
+def test_random_words_are_those_of_threefry():
+    words = np.random.default_rng(0).integers(0, 2**32, (3, 50), dtype=np.uint32)
+    got = jax.jit(sampling._threefry)(*words)
+    for seed, sample_index, position, word in zip(*words, np.asarray(got)):
+        assert threefry_2x32((seed, sample_index), jnp.array([position, 0], jnp.uint32))[0] == word
+
+
+def test_the_plain_program_draws_and_scores_as_the_one_with_all_options():
+    logits = random_logits(60, 300)
+    row = np.arange(60)
+    options = {"seed": row, "temperature": row % 3 / 2, "position": row * 7, "num_logprobs": row % 2 - 1}
+    rows = make_rows(60, **options)
+    used = ("seed", "temperature", "position", "sample_index", "num_logprobs")
+    unused = {name: None for name in (*DEFAULTS, "bias_ids", "bias_values") if name not in used}
+    plain = jax.jit(sampling.sample_plainly)(logits, rows.replace(**unused))
+    expected = draw(logits, **options)
+    np.testing.assert_array_equal(plain.tokens, expected.tokens)
+    np.testing.assert_array_equal(plain.logprobs, expected.logprobs)
+    assert (expected.logprobs != 0).any()
+    assert (plain.top_tokens, plain.top_logprobs) == (None, None)
 
 
 def test_one_program_serves_every_mix_and_history_is_traced_once():
