@@ -161,11 +161,33 @@ def quick_attention() -> Any:
     return jax.jit(kernels.ragged_paged_attention, static_argnames=static, compiler_options=options)
 
 
-def reference(batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The specification's output, in float32 whatever the dtypes of the batch, and its LSE."""
-    q, kv_pages, *rest = batch.arrays
-    arrays = (q.astype(jnp.float32), kv_pages.astype(jnp.float32), *rest)
-    out, lse = quick_attention()(*arrays, **batch.options, return_lse=True, implementation="reference")
+def reference(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """What `ragged_paged_attention` is to give, and its LSE: in float64, one row, head and token at a time, over the
+    row's contiguous keys.
+    """
+    q, pages = (np.asarray(x, np.float64) for x in (batch.q, batch.kv_pages))
+    opt = {name: None if x is None else np.asarray(x, np.float64) for name, x in batch.options.items()}
+    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    group = q.shape[1] // (pages.shape[2] // 2)
+    for row in range(int(batch.num_seqs[0])):
+        start, end, m = int(batch.cu_q_lens[row]), int(batch.cu_q_lens[row + 1]), int(batch.kv_lens[row])
+        slots = [(int(batch.page_indices[row, p // pages.shape[1]]), p % pages.shape[1]) for p in range(m)]
+        kv = np.array([pages[slot] for slot in slots]).reshape(m, *pages.shape[2:])
+        for h in range(q.shape[1]):
+            for token in range(start, end):
+                pos = m - end + token
+                stop = max(pos + 1, 0) if opt["causal"] else m
+                first = 0 if opt["sliding_window"] is None else max(pos + 1 - int(opt["sliding_window"]), 0)
+                k, v = kv[first:stop, 2 * (h // group)], kv[first:stop, 2 * (h // group) + 1]
+                s = opt["sm_scale"] * (k @ q[token, h]) * (1 if opt["k_scale"] is None else opt["k_scale"])
+                if opt["soft_cap"] is not None:
+                    s = opt["soft_cap"] * np.tanh(s / opt["soft_cap"])
+                sink = -np.inf if opt["sinks"] is None else opt["sinks"][h]
+                if (largest := np.max(s, initial=sink)) > -np.inf:
+                    weights = np.exp(s - largest)
+                    denominator = weights.sum() + np.exp(sink - largest)
+                    lse[token, h] = largest + np.log(denominator)
+                    out[token, h] = weights @ v / denominator * (1 if opt["v_scale"] is None else opt["v_scale"])
     return out, lse
 
 

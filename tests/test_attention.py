@@ -6,13 +6,21 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import attention_cases
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import BY_NAME, CASES, Batch, Case, assert_matches_reference, make_batch, quick_attention
+from attention_cases import (
+    BY_NAME,
+    CASES,
+    Batch,
+    Case,
+    assert_matches_reference,
+    make_batch,
+    quick_attention,
+    reference,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,32 +35,6 @@ LN3 = math.log(3)
 def attend(batch: Batch, implementation: str, **options: Any) -> tuple[jax.Array, jax.Array]:
     options = batch.options | options
     out, lse = quick_attention()(*batch.arrays, **options, return_lse=True, implementation=implementation)
-    return out, lse
-
-
-def numpy_attention(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Float64, one row and one head at a time, over the row's contiguous keys: independent of the reference."""
-    q, pages = (np.asarray(x, np.float64) for x in (batch.q, batch.kv_pages))
-    opt = {name: None if x is None else np.asarray(x, np.float64) for name, x in batch.options.items()}
-    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
-    group = q.shape[1] // (pages.shape[2] // 2)
-    for row in range(int(batch.num_seqs[0])):
-        start, end, m = int(batch.cu_q_lens[row]), int(batch.cu_q_lens[row + 1]), int(batch.kv_lens[row])
-        slots = [(int(batch.page_indices[row, p // pages.shape[1]]), p % pages.shape[1]) for p in range(m)]
-        kv = np.array([pages[slot] for slot in slots]).reshape(m, *pages.shape[2:])
-        for h in range(q.shape[1]):
-            for token in range(start, end):
-                pos = m - end + token
-                stop = max(pos + 1, 0) if opt["causal"] else m
-                first = 0 if opt["sliding_window"] is None else max(pos + 1 - int(opt["sliding_window"]), 0)
-                k, v = kv[first:stop, 2 * (h // group)], kv[first:stop, 2 * (h // group) + 1]
-                s = opt["sm_scale"] * (k @ q[token, h]) * (1 if opt["k_scale"] is None else opt["k_scale"])
-                if opt["soft_cap"] is not None:
-                    s = opt["soft_cap"] * np.tanh(s / opt["soft_cap"])
-                denominator = np.exp(s).sum() + (0 if opt["sinks"] is None else np.exp(opt["sinks"][h]))
-                if denominator > 0:
-                    lse[token, h] = np.log(denominator)
-                    out[token, h] = np.exp(s) @ v / denominator * (1 if opt["v_scale"] is None else opt["v_scale"])
     return out, lse
 
 
@@ -110,16 +92,14 @@ def test_query_heads_share_kv_heads_in_order(implementation: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixed", "fewer_keys_than_queries", "sinks", "not_causal", "everything", "int8_kv"])
 def test_the_reference_matches_numpy_in_float64(name: str) -> None:
-    batch = make_batch(BY_NAME[name], 1, jnp.float32)
-    for got, want in zip(attention_cases.reference(batch), numpy_attention(batch), strict=True):
-        assert_matches_reference(got, want, jnp.float32)
+    assert_same_as_reference(make_batch(BY_NAME[name], 1, jnp.float32), "reference")
 
 
 # --- the other implementations against it ---
 
 
 def assert_same_as_reference(batch: Batch, implementation: str) -> None:
-    for got, want in zip(attend(batch, implementation), attention_cases.reference(batch), strict=True):
+    for got, want in zip(attend(batch, implementation), reference(batch), strict=True):
         assert_matches_reference(got, want, batch.q.dtype)
 
 
@@ -191,7 +171,7 @@ def test_paged_attention_is_ragged_attention_of_single_tokens(implementation: st
         return_lse=True,
         implementation=implementation,
     )
-    for x, want in zip(got, attention_cases.reference(batch), strict=True):
+    for x, want in zip(got, reference(batch), strict=True):
         assert_matches_reference(x, want[:n], jnp.float32)
 
 
@@ -240,7 +220,7 @@ class Variants(chex.TestCase):
         first, rest = split(batch, 2)
         first_state = attend(first, "xla", causal=False, sinks=None)
         merged = self.variant(kernels.merge_states)(*first_state, *attend(rest, "xla"))
-        for got, want in zip(merged, attention_cases.reference(batch), strict=True):
+        for got, want in zip(merged, reference(batch), strict=True):
             assert_matches_reference(got, want, jnp.float32)
 
     @chex.variants(with_jit=True, without_jit=True)

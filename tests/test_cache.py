@@ -39,13 +39,19 @@ def poisoned(cache: jp.PagedCache, tree_pages: tuple[int, ...] = ()) -> jp.Paged
     return jp.poison(jax.tree.map(jnp.copy, cache), mask)
 
 
-def write(cache: jp.PagedCache, slot: int, start: int, values: list[float]) -> jp.PagedCache:
-    """Writes values as keys, and their negatives as values, to both layers."""
-    k = jnp.broadcast_to(jnp.asarray(values, jnp.float32)[:, None, None], (len(values), 1, 2))
-    positions = start + jnp.arange(len(values))
+@jax.jit
+def write_all(cache: jp.PagedCache, slot: int, positions: jax.Array, values: jax.Array) -> jp.PagedCache:
+    k = jnp.broadcast_to(values[:, None, None], (len(values), 1, 2))
     for layer in range(2):
         cache = jp.write_kv(cache, layer, k, -k, slot, positions)
     return cache
+
+
+def write(cache: jp.PagedCache, slot: int, start: int, values: list[float]) -> jp.PagedCache:
+    """Writes values as keys, and their negatives as values, to both layers."""
+    padding = 12 - len(values)  # so that one program does for all numbers of them
+    positions = np.pad(start + np.arange(len(values)), (0, padding), constant_values=-1)
+    return write_all(cache, slot, positions, np.pad(np.array(values, np.float32), (0, padding)))
 
 
 def read(cache: jp.PagedCache, slot: int) -> list[float]:
@@ -373,7 +379,7 @@ class PageOperations(RuleBasedStateMachine):
         self.counter = 1
 
     def ids(self, slot: int) -> list[int]:
-        return self.cache.block_tables[slot, : len(self.pages[slot])].tolist()
+        return np.asarray(self.cache.block_tables)[slot, : len(self.pages[slot])].tolist()
 
     def num_used(self, pages: list[list[Page]]) -> int:
         return len({id(page) for row in [*pages, list(self.tree.values())] for page in row})
@@ -471,7 +477,7 @@ class PageOperations(RuleBasedStateMachine):
         jp.check(self.cache, self.tree)
         assert int(self.cache.num_free) == PAGES - self.num_used(self.pages)
         assert self.cache.seq_lens.tolist() == self.lens
-        self.cache = poisoned(self.cache, tuple(self.tree))
+        self.cache = jp.poison(self.cache, np.isin(np.arange(PAGES), list(self.tree)))
         kv = np.asarray(self.cache.kv_pages[0])[:, :, 0, 0]
         for slot in range(SLOTS):
             values = [v for page in self.pages[slot] for v in page.values[:SIZE]][: self.lens[slot]]
