@@ -14,8 +14,6 @@ Review: The food was cold and the waiter forgot us twice. Verdict: negative
 Review: A warm little place with the best soup in town. Verdict: positive
 Review: I loved every minute of this film and cried at the end. Verdict: positive
 Review: The battery died after two days and nobody answers my mails. Verdict: negative
-Review: Great sound, easy to set up, and half the price of the others. Verdict: positive
-Review: The plot makes no sense and the actors look bored. Verdict: negative
 Review: Friendly staff, clean rooms and a wonderful view of the sea. Verdict: positive
 Review: Our room smelled of smoke and the shower did not work. Verdict: negative
 """
