@@ -146,28 +146,26 @@ def init_cache(spec: CacheSpec) -> PagedCache:
 # --- The parts that run inside jit. Ids and slots out of range are padding: they change nothing. ---
 
 
-def _in_range(index: jax.Array, size: int) -> jax.Array:
-    """Padding sent past the end, where scatters drop it; a negative index would wrap around."""
-    return jnp.where((index >= 0) & (index < size), index, size)
+# How to write and read where an index out of range, negative ones among them, is padding.
+DROP: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
+FILL: dict[str, Any] = {"mode": "fill", "wrap_negative_indices": False}
 
 
 def _retain(cache: PagedCache, page_ids: jax.Array) -> PagedCache:
     """One more reference for each id given. A free page has nothing worth holding and stays free."""
-    more = jnp.zeros_like(cache.ref_counts).at[_in_range(page_ids, cache.num_pages)].add(1, mode="drop")
+    more = jnp.zeros_like(cache.ref_counts).at[page_ids].add(1, **DROP)
     return cache.replace(ref_counts=jnp.where(cache.ref_counts > 0, cache.ref_counts + more, 0))
 
 
 def _release(cache: PagedCache, *page_ids: jax.Array) -> PagedCache:
     """One reference less for each id given; a page that reaches 0 enters the free list, once."""
-    less = jnp.zeros_like(cache.ref_counts)
-    for ids in page_ids:
-        less = less.at[_in_range(ids, cache.num_pages)].add(1, mode="drop")
+    less = jnp.zeros_like(cache.ref_counts).at[jnp.concatenate(page_ids)].add(1, **DROP)
     ref_counts = jnp.maximum(cache.ref_counts - less, 0)
     freed = (ref_counts == 0) & (cache.ref_counts > 0)
     place = jnp.where(freed, cache.num_free + jnp.cumsum(freed) - 1, cache.num_pages)
     return cache.replace(
         ref_counts=ref_counts,
-        free_list=cache.free_list.at[place].set(jnp.arange(cache.num_pages, dtype=jnp.int32), mode="drop"),
+        free_list=cache.free_list.at[place].set(jnp.arange(cache.num_pages, dtype=jnp.int32), **DROP),
         num_free=cache.num_free + jnp.sum(freed, dtype=jnp.int32),
     )
 
@@ -190,9 +188,8 @@ def _point(
 
     No (slot, index) may come twice.
     """
-    slots = _in_range(slots, cache.max_seqs)
-    before = cache.block_tables.at[slots, indices].get(mode="fill", fill_value=cache.num_pages)
-    return cache.replace(block_tables=cache.block_tables.at[slots, indices].set(page_ids, mode="drop")), before
+    before = cache.block_tables.at[slots, indices].get(fill_value=cache.num_pages, **FILL)
+    return cache.replace(block_tables=cache.block_tables.at[slots, indices].set(page_ids, **DROP)), before
 
 
 @jax.jit
@@ -202,8 +199,8 @@ def _copy_rows(layer: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
     On rows without inner structure: XLA's CPU code for the four-dimensional copy takes thirty times as long to compile.
     """
     rows = layer.reshape(layer.shape[0], -1)
-    copied = jax.lax.optimization_barrier(rows.at[src].get(mode="clip"))
-    return rows.at[dst].set(copied, mode="drop").reshape(layer.shape)
+    copied = jax.lax.optimization_barrier(rows.at[src].get(mode="clip", wrap_negative_indices=False))
+    return rows.at[dst].set(copied, **DROP).reshape(layer.shape)
 
 
 def _copy_pages(cache: PagedCache, src: jax.Array, dst: jax.Array) -> PagedCache:
@@ -244,7 +241,7 @@ def _plan_growth(cache: PagedCache, num_new: jax.Array) -> _Growth:
     last = jnp.take_along_axis(cache.block_tables, jnp.maximum(held - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(reopens, last, cache.num_pages)
     same = (last[:, None] == last[None, :]) & reopens[:, None] & reopens[None, :]
-    num_holders = cache.ref_counts.at[last].get(mode="fill", fill_value=0)
+    num_holders = cache.ref_counts.at[last].get(fill_value=0, **FILL)
     is_first = jnp.argmax(same, axis=1) == jnp.arange(cache.max_seqs)
     keeps = (jnp.sum(same, axis=1) == num_holders) & is_first
     copies = reopens & ~keeps
@@ -281,28 +278,28 @@ def extend(cache: PagedCache, num_new: jax.Array, max_new_pages: int) -> tuple[P
     nth = jnp.arange(max_new_pages, dtype=jnp.int32)
     real = nth < total
     place = jnp.where(real, cache.num_free - 1 - nth, cache.num_pages)
-    taken = cache.free_list.at[place].get(mode="fill", fill_value=cache.num_pages)
+    taken = cache.free_list.at[place].get(fill_value=cache.num_pages, **FILL)
     slot = jnp.searchsorted(ends, nth, side="right", method="compare_all").astype(jnp.int32)
     slot = jnp.where(real, slot, cache.max_seqs)
     start = ends - grow.num_pages
-    index = (grow.first - start).at[slot].get(mode="fill", fill_value=0) + nth
+    index = (grow.first - start).at[slot].get(fill_value=0, **FILL) + nth
 
     copies = grow.copies & fits
-    copied_to = taken.at[jnp.where(copies, start, max_new_pages)].get(mode="fill", fill_value=cache.num_pages)
+    copied_to = taken.at[jnp.where(copies, start, max_new_pages)].get(fill_value=cache.num_pages, **FILL)
     cache = _copy_pages(cache, grow.shared_page, copied_to)
     # A shared page keeps at least one holder, so none of these reaches 0.
-    ref_counts = cache.ref_counts.at[jnp.where(copies, grow.shared_page, cache.num_pages)].add(-1, mode="drop")
+    ref_counts = cache.ref_counts.at[jnp.where(copies, grow.shared_page, cache.num_pages)].add(-1, **DROP)
     return cache.replace(
-        ref_counts=ref_counts.at[taken].set(1, mode="drop"),
+        ref_counts=ref_counts.at[taken].set(1, **DROP),
         num_free=cache.num_free - total,
-        block_tables=cache.block_tables.at[slot, index].set(taken, mode="drop"),
+        block_tables=cache.block_tables.at[slot, index].set(taken, **DROP),
         seq_lens=jnp.where(fits, grow.new_lens, cache.seq_lens),
         oom=cache.oom | ~fits,
     ), taken
 
 
 def _allocate(cache: PagedCache, slot: jax.Array, num_tokens: jax.Array) -> PagedCache:
-    num_new = jnp.zeros_like(cache.seq_lens).at[_in_range(slot, cache.max_seqs)].add(num_tokens, mode="drop")
+    num_new = jnp.zeros_like(cache.seq_lens).at[slot].add(num_tokens, **DROP)
     return extend(cache, num_new, min(cache.num_pages, cache.max_pages_per_seq))[0]
 
 
@@ -322,10 +319,9 @@ def _assign(cache: PagedCache, slot: jax.Array, page_ids: jax.Array, num_tokens:
     used = jnp.arange(page_ids.shape[0]) < -(-num_tokens // cache.page_size)
     page_ids = jnp.where(used, page_ids, cache.num_pages)
     cache = _free(_retain(cache, page_ids), slot)  # in this order, since the slot may hold some of those pages
-    slot = _in_range(slot, cache.max_seqs)
     return cache.replace(
-        block_tables=cache.block_tables.at[slot, : page_ids.shape[0]].set(page_ids, mode="drop"),
-        seq_lens=cache.seq_lens.at[slot].set(num_tokens, mode="drop"),
+        block_tables=cache.block_tables.at[slot, : page_ids.shape[0]].set(page_ids, **DROP),
+        seq_lens=cache.seq_lens.at[slot].set(num_tokens, **DROP),
     )
 
 
@@ -503,11 +499,8 @@ def slot_mapping(cache: PagedCache, slots: jax.Array, positions: jax.Array) -> j
       i32[num_tokens].
     """
     index, offset = positions // cache.page_size, positions % cache.page_size
-    slots = _in_range(slots, cache.max_seqs)
-    page = cache.block_tables.at[slots, _in_range(index, cache.max_pages_per_seq)].get(
-        mode="fill", fill_value=cache.num_pages
-    )
-    length = cache.seq_lens.at[slots].get(mode="fill", fill_value=0)
+    page = cache.block_tables.at[slots, index].get(fill_value=cache.num_pages, **FILL)
+    length = cache.seq_lens.at[slots].get(fill_value=0, **FILL)
     real = (page < cache.num_pages) & (positions >= 0) & (positions < length)
     return jnp.where(real, page * cache.page_size + offset, cache.num_pages * cache.page_size)
 
@@ -556,13 +549,13 @@ def record_tokens(cache: PagedCache, where: jax.Array, tokens: jax.Array) -> Pag
     They go where the KV goes, into forks and out of the prefix tree, so that a step can look back at all tokens of a
     sequence.
     """
-    flat = cache.tokens.reshape(-1).at[where].set(tokens, mode="drop")
+    flat = cache.tokens.reshape(-1).at[where].set(tokens, **DROP)
     return cache.replace(tokens=flat.reshape(cache.tokens.shape))
 
 
 def token_history(cache: PagedCache, slots: jax.Array) -> jax.Array:
     """i32[rows, max_pages_per_seq * page_size]: the tokens recorded for each slot; past its length anything."""
-    tables = cache.block_tables.at[slots].get(mode="fill", fill_value=cache.num_pages)
+    tables = cache.block_tables.at[slots].get(fill_value=cache.num_pages, **FILL)
     return cache.tokens.at[tables].get(mode="clip").reshape(slots.shape[0], -1)
 
 
@@ -631,7 +624,7 @@ def poison(cache: PagedCache, tree_mask: jax.Array, written: jax.Array | int = 0
     starts = jnp.arange(cache.max_pages_per_seq) * size
     written_in_row = jnp.clip(cache.seq_lens[:, None] - starts, 0, size)
     written = jnp.maximum(jnp.where(tree_mask, size, 0), written)
-    written = written.at[cache.block_tables].max(written_in_row, mode="drop")
+    written = written.at[cache.block_tables].max(written_in_row, **DROP)
     live = jnp.arange(size) < written[:, None]
     dtype = cache.kv_pages[0].dtype
     hidden = jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max, dtype)

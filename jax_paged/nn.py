@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from jax_paged.cache import PagedCache, slot_mapping
+from jax_paged.cache import FILL, PagedCache, slot_mapping
 from jax_paged.kernels import api as kernels
 from jax_paged.kernels import xla
 from jax_paged.kernels.sums import running_sums
@@ -61,20 +61,20 @@ def make_batch(
     """
     real = (slots >= 0) & (slots < cache.max_seqs)
     slots = jnp.where(real, slots, cache.max_seqs)
-    lens = cache.seq_lens.at[slots].get(mode="fill", fill_value=0)
+    lens = cache.seq_lens.at[slots].get(fill_value=0, **FILL)
     ends = running_sums(q_lens).astype(jnp.int32)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     sequence = jnp.searchsorted(ends, token, side="right", method="compare_all").astype(jnp.int32)
     is_token = token < ends[-1]
-    positions = jnp.where(is_token, (lens - ends).at[sequence].get(mode="clip") + token, 0)
-    token_slots = jnp.where(is_token, slots.at[sequence].get(mode="clip"), cache.max_seqs)
+    positions = jnp.where(is_token, (lens - ends).at[sequence].get(mode="clip", wrap_negative_indices=False) + token, 0)
+    token_slots = jnp.where(is_token, slots.at[sequence].get(mode="clip", wrap_negative_indices=False), cache.max_seqs)
     row_slots = token_slots if one_token_rows else slots
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     return Batch(
         positions=positions,
         slot_mapping=slot_mapping(cache, token_slots, positions),
         kv_lens=jnp.where(is_token, positions + 1, 0) if one_token_rows else lens,
-        page_indices=cache.block_tables.at[row_slots].get(mode="fill", fill_value=cache.num_pages),
+        page_indices=cache.block_tables.at[row_slots].get(fill_value=cache.num_pages, **FILL),
         cu_q_lens=jnp.arange(num_tokens + 1, dtype=jnp.int32) if one_token_rows else starts,
         num_seqs=(ends[-1] if one_token_rows else jnp.sum(real, dtype=jnp.int32))[None],
         last_tokens=jnp.maximum(ends - 1, 0),

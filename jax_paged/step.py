@@ -142,7 +142,7 @@ def _compute(
     model: Any, cache: PagedCache, tokens: jax.Array, slots: jax.Array, q_lens: jax.Array, bucket: Bucket
 ) -> tuple[PagedCache, jax.Array, jax.Array, Batch]:
     """Makes room for tokens and runs the model. Returns the cache, the pages taken, the hidden states, the batch."""
-    num_new = jnp.zeros_like(cache.seq_lens).at[slots].add(q_lens, mode="drop")
+    num_new = jnp.zeros_like(cache.seq_lens).at[slots].add(q_lens, **pages.DROP)
     cache, taken = pages.extend(cache, num_new, bucket.max_new_pages)
     kind = {"one_token_rows": bucket.one_token_rows, "exact": bucket.exact}
     batch = make_batch(cache, slots, q_lens, bucket.num_tokens, **kind)
@@ -158,7 +158,7 @@ def _choose(
 
     def history() -> tuple[jax.Array, jax.Array]:
         slots = jnp.where(step == 0, inputs.sample_slots, inputs.slots)
-        return pages.token_history(cache, slots), cache.seq_lens.at[slots].get(mode="fill", fill_value=0)
+        return pages.token_history(cache, slots), cache.seq_lens.at[slots].get(fill_value=0, **pages.FILL)
 
     rows = inputs.sampling.replace(position=inputs.sampling.position + step)
     logits = model.logits(hidden)
@@ -179,7 +179,7 @@ def _run_steps(model: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket
         stops = jnp.any(inputs.stop_ids == new.tokens[:, None], axis=1)
         q_lens = jnp.where((q_lens > 0) & ~stops & (inputs.num_left > i + 1), 1, 0)
         place = jnp.where(q_lens > 0, running_sums(q_lens) - 1, bucket.num_tokens)
-        tokens = jnp.zeros_like(tokens).at[place].set(new.tokens, mode="drop")
+        tokens = jnp.zeros_like(tokens).at[place].set(new.tokens, **pages.DROP)
         return i + 1, cache, tokens, q_lens, taken, sampled
 
     def goes_on(state: tuple[Any, ...]) -> jax.Array:

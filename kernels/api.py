@@ -297,11 +297,8 @@ def write_kv(
 
 
 def _scatter(kv_pages: jax.Array, kv: jax.Array, slots: jax.Array) -> jax.Array:
-    num_slots = kv_pages.shape[0] * kv_pages.shape[1]
-    # Negative indices would count from the end even with mode="drop".
-    slots = jnp.where(slots < 0, num_slots, slots)
-    pool = kv_pages.reshape(num_slots, *kv_pages.shape[2:])
-    return pool.at[slots].set(kv, mode="drop").reshape(kv_pages.shape)
+    pool = kv_pages.reshape(-1, *kv_pages.shape[2:])
+    return pool.at[slots].set(kv, mode="drop", wrap_negative_indices=False).reshape(kv_pages.shape)
 
 
 def choose_implementation(call: AttentionCall, platform: str | None = None) -> tuple[str, str]:
