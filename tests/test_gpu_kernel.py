@@ -165,7 +165,7 @@ def ragged_rows(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 RANDOM = Case(name="random", kv_lens=(), q_lens=(), max_seqs=4, max_tokens=24, max_kv_len=112, pool_tokens=448)
 
 
-@settings(max_examples=400 if settings.default.max_examples > 100 else 4)
+@settings(max_examples=400 if settings.default.max_examples > 100 else 6)
 @given(rows=ragged_rows(), seed=st.integers(0, 3))
 def test_random_ragged_batches_match_the_reference_without_races(
     rows: tuple[tuple[int, ...], tuple[int, ...]], seed: int
