@@ -17,7 +17,8 @@ import jax_paged as jp
 ALL_SIZES = [tiny.PAGES_OF_1, tiny.SIZES, tiny.PAGES_OF_16]  # each pool holds one longest sequence, or one and a half
 
 # How each sample of a request is found alone: with the most tokens, of which shorter ones have the first.
-MOST_TOKENS = 12
+IS_LONG = hypothesis.settings.default.max_examples > 100
+MOST_TOKENS = 20 if IS_LONG else 12
 KINDS = [
     greedy(MOST_TOKENS, logprobs=1),
     greedy(MOST_TOKENS, n=2, repetition_penalty=5.0),
@@ -62,7 +63,7 @@ REQUESTS = st.tuples(
 @cache
 def all_alone(tokens: tuple[int, ...], kind: int) -> jp.RequestOutput:
     """A request by itself on a fresh engine that caches nothing, whose pool holds its longest."""
-    return engine(prefix_cache=False).generate(tokens, KINDS[kind])[0]
+    return engine(prefix_cache=False, **tiny.ROOMY if IS_LONG else {}).generate(tokens, KINDS[kind])[0]
 
 
 @cache
@@ -333,7 +334,7 @@ CALLS = st.sampled_from(
 ).flatmap(lambda calls: calls)
 
 
-@hypothesis.settings(max_examples=5 * hypothesis.settings.default.max_examples)
+@hypothesis.settings(max_examples=2000 if IS_LONG else 300)
 @hypothesis.given(
     sizes=st.sampled_from(ALL_SIZES),
     schedule=st.sampled_from(["lpm", "fcfs", "dfs"]),
@@ -342,7 +343,7 @@ CALLS = st.sampled_from(
     wait_for_prefix=st.booleans(),
     decode_steps_per_call=st.sampled_from([None, 8]),
     prefill=st.sampled_from([True, True, False]),
-    calls=st.lists(CALLS, min_size=3, max_size=8),
+    calls=st.lists(CALLS, min_size=3, max_size=12 if IS_LONG else 6),
 )
 def test_any_program_gives_each_request_what_it_gives_alone(
     sizes: dict[str, Any], calls: list[tuple[str, dict[str, Any]]], **options: Any

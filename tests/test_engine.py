@@ -270,6 +270,36 @@ def test_g2_a_step_writes_only_to_the_slots_of_its_tokens():
 # --- Abort, streams, and engines that are closed ---
 
 
+@pytest.mark.parametrize("decode_steps_per_call", [1, None])
+def test_e2_no_page_that_is_held_when_a_call_begins_is_handed_out_in_it(
+    decode_steps_per_call: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    # In a call of several steps the short ones end long before the long one takes its last page.
+    llm = engine(decode_steps_per_call=decode_steps_per_call, prefix_cache=False)
+    ended_with_pages_taken_after = 0
+    dispatch = llm._dispatch
+
+    def watched(plan, bucket):
+        nonlocal ended_with_pages_taken_after
+        held = {page for seq in llm._scheduler.running for page in seq.pages}
+        result = dispatch(plan, bucket)
+        taken = result.taken[result.taken < llm.spec.num_pages]
+        assert len(set(taken.tolist())) == len(taken)
+        assert not held & set(taken.tolist())
+        ended_with_pages_taken_after += any(row.seq.num_left < plan.num_steps for row in plan.rows) and len(taken)
+        return result
+
+    monkeypatch.setattr(llm, "_dispatch", watched)
+    lengths = [2, 20, 3, 5]
+    outputs = llm.generate([prompt(6, seed=i) for i in range(4)], [greedy(length) for length in lengths])
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        alone(prompt(6, seed=i), greedy(length)) for i, length in enumerate(lengths)
+    ]
+    if decode_steps_per_call is None:
+        assert ended_with_pages_taken_after
+    assert_baseline(llm)
+
+
 @pytest.mark.parametrize("phase", ["queued", "between chunks", "decoding", "one token before the end", "after the end"])
 def test_e1_abort_gives_one_last_output_and_leaves_the_others_alone(phase: str):
     llm = engine(max_seqs=4)

@@ -30,7 +30,6 @@ QUICK = (
     ("chunked", "bfloat16"),
     ("everything", "float16"),
     ("int8_kv", "bfloat16"),
-    ("fp8_kv", "float16"),
 )
 # What is refused by name, and tested as such.
 REFUSED = {"group_1_dim_80", "page_size_1", "bfloat16_kv", "float32_kv"}
