@@ -5,6 +5,7 @@ standard error. A mistake of the caller's is one line there and exit code 2.
 """
 
 import argparse
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -32,6 +33,9 @@ _BENCHES = {
 }
 # Sequences get at least this many tokens, so that short prompts of all lengths share their compiled programs.
 _MIN_MODEL_LEN = 2048
+# Where one sequence runs at a time: its own pages, and as many for what it may find again. A large pool takes time to
+# allocate.
+_STREAM_SEQS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.prompt += rest  # prompts after an option
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}; see jax-paged {argv[0]} --help")
+    # Until the engine is there: all that the imports make stays, and looking for garbage in it takes a sixth of their
+    # time.
+    gc.disable()
     try:
         status = args.command(args) or 0
         sys.stdout.flush()  # here, where a reader that has gone is no surprise
@@ -57,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"jax-paged: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    finally:
+        gc.enable()
 
 
 def _parser(for_kernels: bool = False) -> argparse.ArgumentParser:
@@ -133,8 +142,8 @@ def _generate(args: argparse.Namespace) -> None:
     tokenizer = _need_tokenizer(loaded)
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     longest = max(map(len, ids)) + args.max_tokens
-    max_seqs = args.max_seqs or min(64, max(8, len(prompts)))
     is_streamed = len(ids) == 1 and params.n == 1 and not args.json
+    max_seqs = args.max_seqs or (_STREAM_SEQS if is_streamed else min(64, max(8, len(prompts))))
     llm = _make_llm(args, loaded, longest, max_seqs, is_streamed)
     started = time.monotonic()
     if args.json:
@@ -240,7 +249,7 @@ def _chat(args: argparse.Namespace) -> None:
     params = _sampling_params(args)
     loaded = _load(args)
     _need_tokenizer(loaded)
-    llm = _make_llm(args, loaded, _MIN_MODEL_LEN, args.max_seqs or 8, is_streamed=True)
+    llm = _make_llm(args, loaded, _MIN_MODEL_LEN, args.max_seqs or _STREAM_SEQS, is_streamed=True)
     history = [{"role": "system", "content": args.system}] if args.system else []
     start = len(history)
     _note("/reset starts anew, /tree shows the prefix tree, /stats the counters, /quit ends")
@@ -356,6 +365,8 @@ def _make_llm(args: argparse.Namespace, loaded: "LoadedModel", longest: int, max
         decode_steps_per_call=1 if is_streamed else None,
         dtype=args.dtype,
     )
+    gc.freeze()
+    gc.enable()
     _note(llm.describe_pool())
     return llm
 

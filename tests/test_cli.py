@@ -55,7 +55,9 @@ def test_generate_answers_paris_and_says_how_fast(run, cache_home: Path):
     result = run("generate", "The capital of France is", "--max-tokens", "4")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(" Paris.")
-    assert re.search(r"KV pool: [\d,]+ pages of 16 tokens \([\d,]+ tokens, [\d,]+ MiB\), up to 8 seq", result.stderr)
+    assert re.search(
+        r"KV pool: [\d,]+ pages of 16 tokens \([\d,]+ tokens, [\d,]+ MiB\), up to 2 sequences of 2,048", result.stderr
+    )
     assert re.search(r"4 tokens, \d+\.\d tok/s, prompt \d+ tok/s, 0 of 5 prompt tokens from the cache", result.stderr)
     assert list((cache_home / "jax-paged").rglob("*run_step*")), "compiled programs are kept"
 
