@@ -146,12 +146,13 @@ def sample_plainly(logits: jax.Array, rows: SamplingRows) -> Sampled:
       rows: of which temperature, seed, sample_index, position and num_logprobs count; the others may be None.
     """
 
-    def draw() -> jax.Array:
-        sampling = rows.temperature > 0
-        weights = _weights(logits, jnp.where(sampling, rows.temperature, 1.0))
-        return jnp.where(sampling, _inverse_cdf(weights, _uniform(rows)), _argmax(logits))
+    best, sampling = _argmax(logits), rows.temperature > 0
 
-    tokens = lax.cond(jnp.any(rows.temperature > 0), draw, lambda: _argmax(logits))
+    def draw() -> jax.Array:
+        weights = _weights(logits, jnp.where(sampling, rows.temperature, 1.0))
+        return jnp.where(sampling, _inverse_cdf(weights, _uniform(rows)), best)
+
+    tokens = lax.cond(jnp.any(sampling), draw, lambda: best)
     wanted = rows.num_logprobs >= 0
     logprobs = lax.cond(
         jnp.any(wanted),

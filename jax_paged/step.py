@@ -173,8 +173,11 @@ def _run_steps(model: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket
         cache, new_pages, hidden, batch = _compute(model, cache, tokens, inputs.slots, q_lens, bucket)
         last = jnp.where(i == 0, inputs.sample_from, batch.last_tokens)
         new = _choose(model, cache, hidden[last], inputs, bucket, i)
-        taken = taken.at[i].set(new_pages)
-        sampled = jax.tree.map(lambda all_steps, one: all_steps.at[i].set(one), sampled, new)
+        taken, sampled = jax.tree.map(
+            lambda all_steps, one: jax.lax.dynamic_update_index_in_dim(all_steps, one, i, 0),
+            (taken, sampled),
+            (new_pages, new),
+        )
         # The rows that go on, back to back.
         stops = jnp.any(inputs.stop_ids == new.tokens[:, None], axis=1)
         q_lens = jnp.where((q_lens > 0) & ~stops & (inputs.num_left > i + 1), 1, 0)
