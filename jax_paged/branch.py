@@ -118,6 +118,9 @@ class Branch:
             self._is_closed = True
             self._drop()
 
+    def __repr__(self) -> str:
+        return f"<Branch of {len(self.token_ids)} tokens>"
+
     def __enter__(self) -> "Branch":
         self._need_open()
         return self

@@ -76,7 +76,7 @@ def _parser(for_kernels: bool = False) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     generate = commands.add_parser("generate", help="continue one or several prompts")
-    generate.add_argument("prompt", nargs="*", help="a text, or - for standard input")
+    generate.add_argument("prompt", nargs="*", help="a text, or - for standard input, less its last line break")
     generate.add_argument("--file", type=Path, help="a file with a prompt a line")
     generate.add_argument("--json", action="store_true", help="an object a sample, a line each")
     generate.add_argument("-n", type=int, default=1, help="samples a prompt, which share its pages")
@@ -163,7 +163,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in args.prompt]
+    prompts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in args.prompt]
     if args.file is not None:
         prompts += _lines(args.file)
     if not prompts:
@@ -176,6 +176,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 def _lines(file: Path) -> list[str]:
     try:
         lines = [line for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    except OSError as error:
+        raise ValueError(f"--file={file} cannot be read ({error.strerror}); name a file with a prompt a line") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start}); convert it") from None
     lines = [line.removesuffix("\r") for line in lines]
@@ -262,6 +264,7 @@ def _chat(args: argparse.Namespace) -> None:
             return
         if text == "/reset":
             del history[start:]
+            _note("a new conversation; what was computed for the last one stays cached")
         elif text == "/tree":
             print(_render_tree(llm))
         elif text == "/stats":
@@ -325,7 +328,7 @@ def _env(args: argparse.Namespace) -> None:
     print(f"{'attention':>12} {name}: {reason}")
     for other in IMPLEMENTATIONS:
         if other != name:
-            print(f"{'':>12} {other}: {why_not(other, call) or 'available'}")
+            print(f"{'':>12} {other}: {why_not(other, call) or 'could run it, if asked for by name'}")
 
 
 # --- Shared ---

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as AnySequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -297,8 +297,22 @@ class LLM:
         return self.generate([self.render_chat(messages)], params, namespace=namespace)[0]
 
     def render_chat(self, messages: AnySequence[dict[str, str]]) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
+        """The token ids of a conversation, up to where the answer begins.
+
+        Args:
+          messages: each {"role": "system", "user" or "assistant", "content": a text}, and what else the template reads.
+
+        Raises:
+          RequestError: they are not such messages.
+        """
         tokenizer = self._intake.need_tokenizer("chat")
+        is_list = not isinstance(messages, (str, bytes, Mapping)) and isinstance(messages, Iterable)
+        messages = list(messages) if is_list else []
+        if not is_list or not all(isinstance(message, Mapping) and "role" in message for message in messages):
+            raise RequestError(
+                'messages must be a list of {"role": "user", "content": "..."}, one for each turn; for plain text use '
+                "generate"
+            )
         # The template writes the special tokens itself.
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         return tokenizer.encode(text, add_bos=False)
@@ -493,6 +507,9 @@ class LLM:
             for seq in list(self._scheduler.held):
                 self._scheduler.drop(seq)
         self.reset_prefix_cache()
+
+    def __repr__(self) -> str:
+        return f"<LLM: {self.describe_pool()}>"
 
     def __enter__(self) -> "LLM":
         return self

@@ -104,7 +104,7 @@ def why_missed(tree: "RadixTree", tokens: Ints, namespace: Hashable, partial_hit
     if any(page in other.children for other in islice(tree._tops.values(), _MAX_NAMESPACES)):
         return "cached under another namespace"
     if top is None:
-        return "nothing is cached in its namespace" if tree._tops else "nothing is cached yet"
+        return "no full page is cached in its namespace" if tree._tops else "no full page is cached yet"
     here, there = (np.frombuffer(data, np.int32)[num_common] for data in (page, nearest))
     return f"differs at position {num_common}: token {here}, the nearest cached sequence has {there}"
 

@@ -712,7 +712,7 @@ def test_beam_search_says_what_was_cached():
     llm = engine()
     cold, warm = (llm.beam_search(prompt(20), beam_width=2, max_tokens=2)[0] for _ in range(2))
     assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 19)
-    assert cold.why_not_cached == "nothing is cached yet"
+    assert cold.why_not_cached == "no full page is cached yet"
     assert warm.why_not_cached is None
     assert 0 <= cold.request_id < warm.request_id
     assert warm.times.arrival_s < warm.times.finished_s

@@ -65,7 +65,7 @@ def test_generate_answers_paris_and_says_how_fast(run, cache_home: Path):
 def test_json_gives_an_object_a_line_from_standard_input_and_a_file(run, tmp_path: Path):
     (tmp_path / "prompts.txt").write_text("The capital of France is\n\n")
     options = ["--file", str(tmp_path / "prompts.txt"), "--json", "--max-tokens", "3"]
-    result = run("generate", "-", *options, stdin="Water boils at")
+    result = run("generate", "-", *options, stdin="Water boils at\n")
     assert result.returncode == 0, result.stderr
     first, second = map(json.loads, result.stdout.splitlines())
     assert first["prompt"] == "Water boils at"
@@ -94,7 +94,10 @@ def test_chat_keeps_its_history_on_the_tree(run):
         (["generate", ""], r"the prompt is empty"),
         (["generate"], r"no prompt: give one"),
         (["generate", "x", "--temperature", "-1"], r"temperature=-1.0 must be >= 0; use 0 for greedy"),
-        (["generate", "x", "--file", "nowhere.txt"], r"nowhere.txt"),
+        (
+            ["generate", "x", "--file", "nowhere.txt"],
+            r"--file=nowhere.txt cannot be read \(No such file.*name a file with a prompt a line",
+        ),
         (["generate", "x", "--num-pages", "99999999"], r"at most num_pages=[\d,]+ fit"),
         (["generate", "x", "--max-tokens", "6", "y", "--page-size", "0"], r"--page-size=0 must be at least 1"),
         (["generate", b"caf\xe9"], r"the text cannot be encoded: .* at 3 is no character; give text in UTF-8"),

@@ -807,3 +807,11 @@ def test_check_finds_a_page_that_was_lost():
     llm._cache = llm._cache.replace(ref_counts=llm._cache.ref_counts.at[3].add(1))
     with pytest.raises(jp.InvariantError, match="3"):
         llm.check()
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user", "content": "hi"}, ["hi"], [{"content": "hi"}], None, 7])
+def test_what_is_no_list_of_messages_is_refused(messages: Any):
+    llm = engine(tokenizer=tiny.tokenizer())
+    with pytest.raises(jp.RequestError, match=r"messages must be a list of .*for plain text use generate"):
+        llm.chat(messages)
+    assert_baseline(llm)

@@ -773,3 +773,8 @@ def test_a_config_that_contradicts_itself_is_refused(changes, message):
 def test_a_scaling_that_is_unknown_or_impossible_is_refused(changes):
     with pytest.raises(ModelError, match="RoPE scaling"):
         RopeScaling(**({"kind": "llama3", "factor": 2.0} | changes))
+
+
+def test_a_directory_without_a_model_is_refused_by_name(tmp_path):
+    with pytest.raises(ModelError, match=r"holds neither config.json nor a .gguf file; name a model's directory"):
+        load(str(tmp_path))

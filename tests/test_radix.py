@@ -634,7 +634,7 @@ def test_what_a_listener_raises_is_logged_once_and_disturbs_nothing(caplog):
 
 def test_why_nothing_was_reused():
     tree = RadixTree(P)
-    assert tree.why_missed(range(8)) == "nothing is cached yet"
+    assert tree.why_missed(range(8)) == "no full page is cached yet"
     tree.insert(range(8), [0, 1])
     tree.insert([0, 1, 9, 9], [2])
     tree.insert([5] * 8, [3, 4], namespace="tenant-7")
@@ -646,16 +646,16 @@ def test_why_nothing_was_reused():
     assert tree.why_missed([5] * 4) == "cached under another namespace"
     assert tree.why_missed(np.full(4, 5)) == "cached under another namespace"
     assert tree.why_missed(range(8), namespace="new") == "cached under another namespace"
-    assert tree.why_missed([8] * 8, namespace="new") == "nothing is cached in its namespace"
+    assert tree.why_missed([8] * 8, namespace="new") == "no full page is cached in its namespace"
     tree.match(range(8))
     tree.match([0, 1, 9, 9])
     assert tree.evict(2) == [4, 3]
     assert tree.why_missed([5] * 4, namespace="tenant-7") == "evicted (prefixes evicted since: 0)"
     tree.evict(100)
     assert tree.why_missed([5] * 4, namespace="tenant-7") == "evicted (prefixes evicted since: 2)"
-    assert tree.why_missed([5] * 4) == "nothing is cached yet"  # was never cached in this namespace
+    assert tree.why_missed([5] * 4) == "no full page is cached yet"  # was never cached in this namespace
     tree.reset()
-    assert tree.why_missed([5] * 4, namespace="tenant-7") == "nothing is cached yet"
+    assert tree.why_missed([5] * 4, namespace="tenant-7") == "no full page is cached yet"
 
 
 def test_why_nothing_was_reused_when_parts_of_pages_are():
@@ -681,7 +681,7 @@ def test_evicted_prefixes_are_remembered_up_to_a_limit():
         assert tree.evict(1) == [0]
     assert tree.why_missed([4999]) == "evicted (prefixes evicted since: 0)"
     assert tree.why_missed([5000 - 4096]) == "evicted (prefixes evicted since: 4095)"
-    assert tree.why_missed([5000 - 4097]) == "nothing is cached yet"
+    assert tree.why_missed([5000 - 4097]) == "no full page is cached yet"
     tree.insert([4000], [0])
     tree.evict(1)
     assert tree.why_missed([4000]) == "evicted (prefixes evicted since: 0)"  # the last time counts
@@ -1027,7 +1027,7 @@ class Model:
             return ["cached under another namespace"]
         cached = [path for space, path in self.page if space == namespace and len(path) == size]
         if not cached:
-            return [f"nothing is cached {'in its namespace' if self.page else 'yet'}"]
+            return [f"no full page is cached {'in its namespace' if self.page else 'yet'}"]
         at = max(agreeing(path, tokens) for path in cached)
         differs = f"differs at position {at}: token {tokens[at]}, the nearest cached sequence has "
         return [f"{differs}{path[at]}" for path in cached if agreeing(path, tokens) == at]

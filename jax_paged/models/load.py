@@ -80,8 +80,12 @@ def find(name_or_path: str) -> Path:
     if not path.is_dir():
         raise ModelError(_not_found(name_or_path, path))
     ggufs = sorted(entry.name for entry in path.glob("*.gguf"))
-    if ggufs and not (path / "config.json").exists():
-        raise ModelError(f"{path} has no config.json but holds GGUF files; name one of them: {', '.join(ggufs[:5])}")
+    if not (path / "config.json").exists():
+        raise ModelError(
+            f"{path} has no config.json but holds GGUF files; name one of them: {', '.join(ggufs[:5])}"
+            if ggufs
+            else f"{path} holds neither config.json nor a .gguf file; name a model's directory, or its .gguf file"
+        )
     return path.resolve()
 
 
