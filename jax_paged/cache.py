@@ -15,6 +15,7 @@ changes nothing but `cache.oom`, which stays set. Jit the outermost function and
 copied.
 """
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -298,7 +299,17 @@ def extend(cache: PagedCache, num_new: jax.Array, max_new_pages: int) -> tuple[P
     ), taken
 
 
+def _is_slot(cache: PagedCache, slot: jax.Array) -> jax.Array:
+    return (slot >= 0) & (slot < cache.max_seqs)
+
+
+def _most_tokens(cache: PagedCache) -> int:
+    """A number of tokens that no row has room for: more than it need not be told apart, and might overflow."""
+    return cache.max_pages_per_seq * cache.page_size + 1
+
+
 def _allocate(cache: PagedCache, slot: jax.Array, num_tokens: jax.Array) -> PagedCache:
+    num_tokens = jnp.clip(num_tokens.astype(jnp.int32), 0, _most_tokens(cache))
     num_new = jnp.zeros_like(cache.seq_lens).at[slot].add(num_tokens, **DROP)
     return extend(cache, num_new, min(cache.num_pages, cache.max_pages_per_seq))[0]
 
@@ -312,12 +323,19 @@ def _free(cache: PagedCache, slot: jax.Array) -> PagedCache:
 
 
 def _fork(cache: PagedCache, src_slot: jax.Array, dst_slot: jax.Array) -> PagedCache:
-    return _assign(cache, dst_slot, cache.block_tables[src_slot], cache.seq_lens[src_slot])
+    dst_slot = jnp.where(_is_slot(cache, src_slot), dst_slot, cache.max_seqs)
+    page_ids = cache.block_tables.at[src_slot].get(fill_value=cache.num_pages, **FILL)
+    return _assign(cache, dst_slot, page_ids, cache.seq_lens.at[src_slot].get(fill_value=0, **FILL))
 
 
 def _assign(cache: PagedCache, slot: jax.Array, page_ids: jax.Array, num_tokens: jax.Array) -> PagedCache:
-    used = jnp.arange(page_ids.shape[0]) < -(-num_tokens // cache.page_size)
-    page_ids = jnp.where(used, page_ids, cache.num_pages)
+    num_used = -(-num_tokens // cache.page_size)
+    used = jnp.arange(page_ids.shape[0]) < num_used
+    is_held = cache.ref_counts.at[page_ids].get(fill_value=0, **FILL) > 0
+    fits = (num_tokens >= 0) & (num_used <= page_ids.shape[0]) & jnp.all(is_held | ~used)
+    cache = cache.replace(oom=cache.oom | (_is_slot(cache, slot) & ~fits))
+    slot = jnp.where(_is_slot(cache, slot) & fits, slot, cache.max_seqs)
+    page_ids = jnp.where(used & _is_slot(cache, slot), page_ids, cache.num_pages)
     cache = _free(_retain(cache, page_ids), slot)  # in this order, since the slot may hold some of those pages
     return cache.replace(
         block_tables=cache.block_tables.at[slot, : page_ids.shape[0]].set(page_ids, **DROP),
@@ -352,10 +370,12 @@ def _explain(cache: PagedCache, op: Callable[..., PagedCache], *args: Any) -> st
     if op is _append:
         num_new = np.asarray(args[0]).astype(np.int32)
     else:
-        num_new = np.zeros(cache.max_seqs, np.int32)
+        num_new = np.zeros(cache.max_seqs, np.int64)
         num_new[int(args[0])] = int(args[1])
-    grow = _plan_growth(cache, jnp.asarray(num_new))
-    needed, num_free = int(jnp.sum(grow.num_pages)), int(cache.num_free)
+    grow = _plan_growth(cache, jnp.asarray(np.minimum(num_new, _most_tokens(cache)), jnp.int32))
+    lens = np.asarray(cache.seq_lens) + num_new
+    more = -(-lens // cache.page_size) - -(-np.asarray(grow.new_lens) // cache.page_size)
+    needed, num_free = int(np.sum(np.asarray(grow.num_pages) + more)), int(cache.num_free)
     if needed > num_free:
         return (
             f"OOM: {needed} pages needed for {int(num_new.sum())} more tokens, {num_free} of {cache.num_pages} free; "
@@ -363,18 +383,34 @@ def _explain(cache: PagedCache, op: Callable[..., PagedCache], *args: Any) -> st
         )
     limit = cache.max_pages_per_seq * cache.page_size
     return (
-        f"OOM: a sequence of {int(jnp.max(grow.new_lens))} tokens does not fit its block-table row of "
+        f"OOM: a sequence of {int(np.max(lens))} tokens does not fit its block-table row of "
         f"{cache.max_pages_per_seq} pages of {cache.page_size} ({limit} tokens); raise CacheSpec.max_pages_per_seq"
     )
 
 
+def _whole(name: str, number: Any) -> int:
+    """A number that is not traced."""
+    try:
+        if not isinstance(number, bool):
+            return operator.index(number)
+    except TypeError:
+        pass
+    raise ValueError(f"{name}={number!r} must be an integer")
+
+
 def _check_slot(cache: PagedCache, **slots: Any) -> None:
     for name, slot in slots.items():
-        if not _is_traced(slot) and not 0 <= int(slot) < cache.max_seqs:
+        if not _is_traced(slot) and not 0 <= _whole(name, slot) < cache.max_seqs:
             raise ValueError(f"{name}={int(slot)} is not a slot of this cache: 0 <= {name} < {cache.max_seqs}")
 
 
 def _check_page_ids(cache: PagedCache, page_ids: Any, verb: str) -> jax.Array:
+    if not _is_traced(page_ids):
+        page_ids = np.asarray(page_ids)
+        if page_ids.size and (page_ids.dtype.kind not in "iu" or np.abs(page_ids).max() > np.iinfo(np.int32).max):
+            raise ValueError(
+                f"page_ids={page_ids.ravel()[:20].tolist()} must be integers of 32 bits: pages, or padding"
+            )
     page_ids = jnp.asarray(page_ids, jnp.int32).reshape(-1)
     if not _is_traced(cache, page_ids):
         counts = np.asarray(cache.ref_counts)
@@ -401,7 +437,7 @@ def allocate(cache: PagedCache, slot: Any, num_tokens: Any) -> PagedCache:
       >>> cache = allocate(init_cache(spec), slot=0, num_tokens=6)   # page_size 4: 2 pages
     """
     _check_slot(cache, slot=slot)
-    if not _is_traced(num_tokens) and int(num_tokens) < 0:
+    if not _is_traced(num_tokens) and _whole("num_tokens", num_tokens) < 0:
         raise ValueError(f"num_tokens={int(num_tokens)} must be >= 0; free the slot to drop tokens")
     return _run(_allocate, cache, slot, num_tokens)
 
@@ -470,12 +506,13 @@ def assign(cache: PagedCache, slot: Any, page_ids: Any, num_tokens: Any) -> Page
       num_tokens: i32[], tokens of the sequence now. If the last page is not full, the next write copies it first.
 
     Raises:
-      ValueError: outside jit, for pages that are free or out of range, and for too few of them.
+      ValueError: outside jit, for pages that are free or out of range, and for too few of them. Inside, those set
+        `oom`, and nothing else.
     """
     _check_slot(cache, slot=slot)
     page_ids = _check_page_ids(cache, page_ids, "assign")[: cache.max_pages_per_seq]
     if not _is_traced(page_ids, num_tokens):
-        needed = -(-int(num_tokens) // cache.page_size)
+        needed = -(-_whole("num_tokens", num_tokens) // cache.page_size)
         if int(num_tokens) < 0 or needed > len(page_ids):
             raise ValueError(
                 f"num_tokens={int(num_tokens)} needs {needed} pages of {cache.page_size}, got {len(page_ids)} "
@@ -567,9 +604,10 @@ def gather(cache: PagedCache, layer: int, slot: Any) -> tuple[jax.Array, jax.Arr
       `max_pages_per_seq * page_size` long and zero past it.
     """
     _check_slot(cache, slot=slot)
-    pages = cache.kv_pages[layer].at[cache.block_tables[slot]].get(mode="fill", fill_value=0)
+    table = cache.block_tables.at[slot].get(fill_value=cache.num_pages, **FILL)
+    pages = cache.kv_pages[layer].at[table].get(fill_value=0, **FILL)
     rows = pages.reshape(-1, *pages.shape[2:])
-    length = cache.seq_lens[slot]
+    length = cache.seq_lens.at[slot].get(fill_value=0, **FILL)
     if _is_traced(cache, slot):
         rows = jnp.where((jnp.arange(rows.shape[0]) < length)[:, None, None], rows, 0)
     else:

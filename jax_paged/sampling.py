@@ -228,7 +228,9 @@ def _penalise(logits: jax.Array, rows: SamplingRows, tokens: jax.Array, lens: ja
 def _weights(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     """exp(logits / temperature), the largest of each row 1."""
     # It is taken off before the division, which could overflow at temperatures near 0.
-    return jnp.exp((logits - _blocks_max(logits, _LANES)[:, None]) / temperature[:, None])
+    weights = jnp.exp((logits - _blocks_max(logits, _LANES)[:, None]) / temperature[:, None])
+    # XLA multiplies by the reciprocal, which is 0 for the largest temperatures.
+    return jnp.where(logits == -jnp.inf, 0, weights)
 
 
 def _kept_weights(logits: jax.Array, rows: SamplingRows) -> jax.Array:

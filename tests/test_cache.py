@@ -225,6 +225,8 @@ def test_check_names_the_pages_that_are_wrong():
 
 # --- Inside jit ---
 
+JITTED_COPIES = {op: jax.jit(op) for op in (jp.allocate, jp.free, jp.fork, jp.assign)}
+
 
 def test_inside_jit_an_operation_that_does_not_fit_sets_oom_and_nothing_else():
     cache = jp.allocate(make_cache(2, 2), 0, 3)
@@ -234,6 +236,62 @@ def test_inside_jit_an_operation_that_does_not_fit_sets_oom_and_nothing_else():
     again = jax.jit(jp.append)(after, np.arange(4) == 0)  # this one fits, but the flag stays
     assert again.oom
     assert int(again.seq_lens[0]) == 4
+
+
+@pytest.mark.parametrize("num_tokens", [-1, -5, -(2**31)])
+def test_inside_jit_a_negative_number_of_tokens_is_none(num_tokens: int):
+    cache = jp.allocate(make_cache(4, 2), 0, 3)
+    assert_same(JITTED_COPIES[jp.allocate](cache, 0, num_tokens), cache)
+
+
+@pytest.mark.parametrize("num_tokens", [9, 2**31 - 5, 2**31 - 3, 2**31 - 1])
+def test_as_many_tokens_as_overflow_are_out_of_pages(num_tokens: int):
+    cache = jp.allocate(make_cache(4, 2), 0, 3)
+    needed = -(-(3 + num_tokens) // 2) - 2
+    with pytest.raises(jp.OutOfPages, match=rf"^OOM: {needed} pages needed for {num_tokens} more tokens, 2 of 4 free"):
+        jp.allocate(cache, 0, num_tokens)
+    after = JITTED_COPIES[jp.allocate](cache, 0, num_tokens)
+    assert after.oom
+    assert_same(after.replace(oom=cache.oom), cache)
+
+
+@pytest.mark.parametrize("padding", [-1, 4, 2**31 - 1, -(2**31)])
+def test_inside_jit_a_slot_out_of_range_is_padding_for_every_operation(padding: int):
+    cache = write(jp.allocate(jp.allocate(make_cache(4, 2), 0, 3), 3, 1), 0, 0, [1, 2, 3])
+    held = cache.block_tables[0]
+    for op, *args in (
+        *((jp.allocate, padding, 1), (jp.free, padding), (jp.fork, 0, padding), (jp.fork, padding, 2)),
+        *((jp.assign, padding, held, 3), (jp.fork, padding, padding)),
+    ):
+        assert_same(JITTED_COPIES[op](cache, *args), cache)
+    k, v = jax.jit(jp.gather, static_argnums=1)(cache, 0, padding)
+    assert not k.any()
+    assert not v.any()
+
+
+@pytest.mark.parametrize(("num_tokens", "page"), [(-1, 0), (5, 0), (2**31 - 1, 0), (2, 3), (2, 4), (2, -1)])
+def test_inside_jit_what_cannot_be_assigned_sets_oom_and_nothing_else(num_tokens: int, page: int):
+    cache = jp.allocate(make_cache(4, 2), 0, 3)
+    after = JITTED_COPIES[jp.assign](cache, 1, np.array([page, 1]), num_tokens)
+    assert after.oom
+    assert_same(after.replace(oom=cache.oom), cache)
+
+
+@pytest.mark.parametrize("ids", [[1.5], [True], np.array([2**32 + 1]), "1", [None]])
+def test_pages_that_are_no_integers_are_refused(ids):
+    cache = jp.allocate(make_cache(4, 2), 0, 4)
+    for op in (jp.retain, jp.release):
+        with pytest.raises(ValueError, match=r"page_ids=.* must be integers of 32 bits"):
+            op(cache, ids)
+
+
+@pytest.mark.parametrize("slot", [1.5, True, np.float32(1), "1", None])
+def test_slots_and_lengths_that_are_no_integers_are_refused(slot):
+    cache = make_cache(4, 2)
+    with pytest.raises(ValueError, match=r"slot=.* must be an integer"):
+        jp.free(cache, slot)
+    with pytest.raises(ValueError, match=r"num_tokens=.* must be an integer"):
+        jp.allocate(cache, 0, slot)
 
 
 def test_a_sequence_longer_than_its_table_row_is_out_of_pages():

@@ -453,6 +453,18 @@ def test_a_very_high_temperature_draws_alike_from_all_that_is_kept(temperature: 
         check_distribution(tokens, np.isin(np.arange(300), order[:count]) / count)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 8e37, 1e38, np.finfo(np.float32).max])
+def test_a_forbidden_token_is_drawn_at_no_temperature(temperature: float):
+    logits = np.tile(np.array([-np.inf, 1, -np.inf, 0, 2], np.float32), (400, 1))
+    options = {"temperature": temperature, "seed": np.arange(400)}
+    unused = dict.fromkeys(
+        {*DEFAULTS, "bias_ids", "bias_values"} - {*options, "position", "sample_index", "num_logprobs"}
+    )
+    plain = jax.jit(sampling.sample_plainly)(logits, make_rows(400, **options).replace(**unused))
+    for tokens in (draw(logits, **options).tokens, np.asarray(plain.tokens)):
+        assert sorted(set(tokens.tolist())) == [1, 3, 4]
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_logits_of_any_size(scale: float):
     logits = random_logits(4, 300, scale=scale)
