@@ -406,8 +406,9 @@ def _check_slot(cache: PagedCache, **slots: Any) -> None:
 
 def _check_page_ids(cache: PagedCache, page_ids: Any, verb: str) -> jax.Array:
     if not _is_traced(page_ids):
-        page_ids = np.asarray(page_ids)
-        if page_ids.size and (page_ids.dtype.kind not in "iu" or np.abs(page_ids).max() > np.iinfo(np.int32).max):
+        page_ids, limits = np.asarray(page_ids), np.iinfo(np.int32)
+        is_whole = page_ids.dtype.kind in "iu"
+        if page_ids.size and not (is_whole and limits.min <= page_ids.min() and page_ids.max() <= limits.max):
             raise ValueError(
                 f"page_ids={page_ids.ravel()[:20].tolist()} must be integers of 32 bits: pages, or padding"
             )

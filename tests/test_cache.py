@@ -277,7 +277,7 @@ def test_inside_jit_what_cannot_be_assigned_sets_oom_and_nothing_else(num_tokens
     assert_same(after.replace(oom=cache.oom), cache)
 
 
-@pytest.mark.parametrize("ids", [[1.5], [True], np.array([2**32 + 1]), "1", [None]])
+@pytest.mark.parametrize("ids", [[1.5], [True], np.array([2**32 + 1]), np.array([-(2**63)]), "1", [None]])
 def test_pages_that_are_no_integers_are_refused(ids):
     cache = jp.allocate(make_cache(4, 2), 0, 4)
     for op in (jp.retain, jp.release):
