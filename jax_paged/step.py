@@ -367,7 +367,7 @@ def is_plain(seq: Sequence) -> bool:
         and not p.logit_bias
         and seq.num_outputs >= p.min_tokens
         and not p.logprobs
-        and not p.prompt_logprobs
+        and not (p.prompt_logprobs and seq.next_score < seq.num_prompt)
     )
 
 
