@@ -6,8 +6,8 @@ The demo model, SmolLM2-135M-Instruct, comes with the `models` extra and runs on
 import jax_paged as jp
 
 print("loading the model and compiling")
-# Steps of at most 16 tokens need two programs, one for prefill and one for decode: less to compile. A server has more.
-llm = jp.LLM("smollm2-135m", max_seqs=8, max_batch_tokens=16, num_pages=256)
+# Steps of at most 64 tokens need three programs, two for prefill and one for decode. A server has more.
+llm = jp.LLM("smollm2-135m", max_seqs=8, max_batch_tokens=64, num_pages=256)
 greedy = jp.SamplingParams(temperature=0, max_tokens=20)
 
 # Prompts given together run as one batch.

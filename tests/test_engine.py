@@ -25,6 +25,11 @@ SIZES = [tiny.PAGES_OF_1, tiny.SIZES, tiny.PAGES_OF_16]
 engine = partial(tiny.engine, plain=True)
 
 
+def engine_of(sizes: dict[str, Any], **options: Any) -> jp.LLM:
+    """Of the two kinds of programs, at the other sizes those that other tests compile, too."""
+    return tiny.engine(plain=sizes is tiny.SIZES, **sizes, **options)
+
+
 def tokens_of(output: jp.RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
 
@@ -45,7 +50,7 @@ def assert_baseline(llm: jp.LLM) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"pages_of_{sizes['page_size']}")
 def test_g1_tokens_and_logprobs_are_those_of_the_dense_model(sizes: dict[str, Any]):
-    llm = engine(**sizes)
+    llm = engine_of(sizes)
     requests = [(prompt(length, seed=length), greedy(12, logprobs=0)) for length in (1, 3, 4, 5, 15, 16, 17, 33)]
     for output in llm.generate(*map(list, zip(*requests))):
         sample = output.outputs[0]
@@ -176,7 +181,7 @@ REQUESTS = st.lists(
 def test_g3_any_run_gives_each_request_what_it_gives_alone(
     sizes: dict[str, Any], requests: list[dict[str, Any]], **options: Any
 ):
-    llm = engine(**sizes, **options)
+    llm = engine_of(sizes, **options)
     expected = {}
     for i, request in enumerate(requests):
         tokens = prompt(request["shared"]) + prompt(request["own"], seed=i % 3 + 1)
@@ -239,7 +244,7 @@ def test_nothing_compiles_after_warmup():
 @pytest.mark.parametrize("bucket", [0, -1], ids=["decode", "mixed"])
 def test_the_compiled_step_holds_one_pool(bucket: int):
     llm = engine()
-    bucket = llm._buckets.sizes[bucket]
+    bucket = llm._buckets.sizes[bucket]._replace(plain=True)
     spec = replace(llm.spec, num_pages=20_000)
     commands = pack_commands(Commands(), llm._capacity, spec.num_pages, spec.max_seqs)
     inputs = pack_inputs(StepPlan([], [], Commands()), commands, bucket, spec.max_seqs)

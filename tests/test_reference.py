@@ -17,7 +17,6 @@ REFERENCE = json.loads((Path(__file__).parent / "data" / "smollm2_reference.json
 CASES = REFERENCE["cases"]
 PROMPTS = [case["prompt_ids"] for case in CASES]
 LONG = max(PROMPTS, key=len)
-PAGE_SIZES = [1, 8, 16, 64, 128]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,18 +87,28 @@ def generate(llm: jp.LLM, most_tokens: int) -> list[jp.RequestOutput]:
     return outputs
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_a_batch_matches_cold_and_again_from_the_cache(loaded: LoadedModel, page_size: int, most_tokens: int):
-    if page_size == 16:
-        most_tokens = 32
-    in_short = page_size in (8, 64) and most_tokens < 32
-    llm = (make_llm_of_one_program if in_short else make_llm)(loaded, page_size)
+def generate_cold_and_cached(llm: jp.LLM, most_tokens: int) -> None:
     generate(llm, most_tokens)
     for output, case in zip(generate(llm, 4), CASES):
         # Whole pages of prompt and continuation are in the tree, and the last prompt token is computed all the same.
-        num_tokens = len(case["prompt_ids"])
+        num_tokens, page_size = len(case["prompt_ids"]), llm.spec.page_size
         full = (num_tokens + min(most_tokens, len(case["token_ids"])) - 1) // page_size * page_size
         assert output.num_cached_tokens >= min(full, num_tokens - 1)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 64, 128])
+def test_a_batch_matches_cold_and_again_from_the_cache(loaded: LoadedModel, page_size: int, most_tokens: int):
+    llm = (make_llm_of_one_program if most_tokens < 32 else make_llm)(loaded, page_size)
+    generate_cold_and_cached(llm, most_tokens)
+
+
+def test_all_tokens_match_poisoned_cold_from_the_cache_and_after_eviction(loaded: LoadedModel):
+    llm = make_llm(loaded, 16, debug_checks=True)
+    generate_cold_and_cached(llm, 32)
+    llm.generate(LONG[1:], params(CASES[0], 2))
+    evicted = [output.num_cached_tokens < len(output.prompt_token_ids) - 1 for output in generate(llm, 2)]
+    assert any(evicted)
+    assert not all(evicted)
 
 
 def test_one_by_one_matches_without_a_prefix_cache(loaded: LoadedModel, most_tokens: int):
@@ -109,15 +118,6 @@ def test_one_by_one_matches_without_a_prefix_cache(loaded: LoadedModel, most_tok
         assert_matches(output, case, most_tokens // 4)
         assert output.num_cached_tokens == 0
     assert llm.stats()["free_pages"] == llm.spec.num_pages
-
-
-def test_poisoned_with_pages_shared_and_evicted_it_matches(loaded: LoadedModel, most_tokens: int):
-    llm = make_llm(loaded, 16, debug_checks=True)
-    generate(llm, most_tokens)
-    llm.generate(LONG[1:], params(CASES[0], 2))
-    evicted = [output.num_cached_tokens < len(output.prompt_token_ids) - 1 for output in generate(llm, 2)]
-    assert any(evicted)
-    assert not all(evicted)
 
 
 def test_exact_mode_gives_the_same_bits_at_every_page_size(loaded: LoadedModel, request):

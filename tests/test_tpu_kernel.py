@@ -30,7 +30,7 @@ QUICK = ("everything", "group_3_dim_64", "int8_kv")
 
 
 @pytest.fixture(autouse=True)
-def fresh_interpreter(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+def fresh_interpreter(numpy_callbacks: None, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     yield
     pltpu.reset_tpu_interpret_mode_state()
     assert LEFT_OVER not in capsys.readouterr().out
