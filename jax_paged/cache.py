@@ -128,19 +128,33 @@ class PagedCache(struct.PyTreeNode, kw_only=True):
         return self.block_tables.shape[1]
 
 
-def init_cache(spec: CacheSpec) -> PagedCache:
-    """An empty cache: every page free, every slot of length 0. Page 0 is taken first."""
+def init_cache(spec: CacheSpec, pool_format: Any = None) -> PagedCache:
+    """An empty cache: every page free, every slot of length 0. Page 0 is taken first.
+
+    Args:
+      spec: its sizes.
+      pool_format: a `jax.experimental.layout.Format`, how and where the pool is to lie in memory; None: as XLA does by
+        default. `memory.pool_format` is what serves the kernels of a device best.
+    """
     shape = (spec.num_pages, spec.page_size, 2 * spec.num_kv_heads, spec.head_dim)
-    # The books by way of numpy: made on the device, each would be a program of its own to compile.
+    zeros: Callable[[], jax.Array] = partial(jnp.zeros, shape, spec.dtype)
+    if pool_format is not None:
+        zeros = jax.jit(zeros, out_shardings=pool_format)
+
+    def placed(values: Any) -> jax.Array:
+        # By way of numpy: made on the device, each would be a program of its own to compile. Where the pool is, as
+        # steps leave them: moved, they would be arguments of another kind, for which the step is compiled again.
+        return jax.device_put(values, None if pool_format is None else pool_format.sharding)
+
     return PagedCache(
-        kv_pages=tuple(jnp.zeros(shape, spec.dtype) for _ in range(spec.num_layers)),
-        free_list=jnp.asarray(np.arange(spec.num_pages - 1, -1, -1, dtype=np.int32)),
-        num_free=jnp.asarray(np.int32(spec.num_pages)),
-        ref_counts=jnp.asarray(np.zeros(spec.num_pages, np.int32)),
-        block_tables=jnp.asarray(np.full((spec.max_seqs, spec.max_pages_per_seq), spec.num_pages, np.int32)),
-        seq_lens=jnp.asarray(np.zeros(spec.max_seqs, np.int32)),
-        tokens=jnp.asarray(np.full((spec.num_pages, spec.page_size), -1, np.int32)),
-        oom=jnp.asarray(np.bool_(False)),
+        kv_pages=tuple(zeros() for _ in range(spec.num_layers)),
+        free_list=placed(np.arange(spec.num_pages - 1, -1, -1, dtype=np.int32)),
+        num_free=placed(np.int32(spec.num_pages)),
+        ref_counts=placed(np.zeros(spec.num_pages, np.int32)),
+        block_tables=placed(np.full((spec.max_seqs, spec.max_pages_per_seq), spec.num_pages, np.int32)),
+        seq_lens=placed(np.zeros(spec.max_seqs, np.int32)),
+        tokens=placed(np.full((spec.num_pages, spec.page_size), -1, np.int32)),
+        oom=placed(np.bool_(False)),
     )
 
 
@@ -193,30 +207,20 @@ def _point(
     return cache.replace(block_tables=cache.block_tables.at[slots, indices].set(page_ids, **DROP)), before
 
 
-@jax.jit
-def _copy_rows(layer: jax.Array, src: jax.Array, dst: jax.Array) -> jax.Array:
-    """Pages over others. Jitted, so that it is traced once for all layers.
-
-    On rows without inner structure: XLA's CPU code for the four-dimensional copy takes thirty times as long to compile.
-    """
-    rows = layer.reshape(layer.shape[0], -1)
-    copied = jax.lax.optimization_barrier(rows.at[src].get(mode="clip", wrap_negative_indices=False))
-    return rows.at[dst].set(copied, **DROP).reshape(layer.shape)
-
-
 def _copy_pages(cache: PagedCache, src: jax.Array, dst: jax.Array) -> PagedCache:
     """Copies pages `src` to `dst` (i32[n]) in every layer, but for those with a `dst` past the end.
 
     A loop of no round or one: mostly there is nothing to copy, and a conditional might copy the pool.
     """
-    arrays = (*cache.kv_pages, cache.tokens)
-    *kv_pages, tokens = jax.lax.fori_loop(
-        0,
-        jnp.any(dst < cache.num_pages).astype(jnp.int32),
-        lambda _, arrays: tuple(_copy_rows(array, src, dst) for array in arrays),
-        arrays,
-    )
-    return cache.replace(kv_pages=tuple(kv_pages), tokens=tokens)
+
+    def copy(_: jax.Array, arrays: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        kv_pages, tokens = arrays
+        copied = tokens.at[src].get(mode="clip", wrap_negative_indices=False)
+        return tuple(kernels.copy_pages(layer, src, dst) for layer in kv_pages), tokens.at[dst].set(copied, **DROP)
+
+    num_rounds = jnp.any(dst < cache.num_pages).astype(jnp.int32)
+    kv_pages, tokens = jax.lax.fori_loop(0, num_rounds, copy, (cache.kv_pages, cache.tokens))
+    return cache.replace(kv_pages=kv_pages, tokens=tokens)
 
 
 class _Growth(struct.PyTreeNode, kw_only=True):

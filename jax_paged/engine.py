@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -27,7 +28,7 @@ from jax_paged.errors import InvariantError, RequestError
 from jax_paged.intake import Intake, Prompt, prompt_list
 from jax_paged.interrupts import uninterrupted
 from jax_paged.ledger import Commands, StepPlan, StepResult
-from jax_paged.memory import plan_pool
+from jax_paged.memory import page_bytes, plan_pool, pool_format
 from jax_paged.models.llama import Llama
 from jax_paged.models.load import DTYPES, LoadedModel, load
 from jax_paged.radix import CacheEvent, RadixTree
@@ -42,6 +43,7 @@ from jax_paged.step import (
     num_programs,
     pack_commands,
     pack_inputs,
+    programs_for,
     run_step,
     split_model,
     unpack,
@@ -165,7 +167,11 @@ class LLM:
             dtype=jnp.dtype(dtype),
         )
         self._shape, self._weights = split_model(model)
-        self._cache = pages.init_cache(self.spec)
+        self._pool_format = pool_format(jax.devices()[0])
+        self._run_step, self._apply_commands = run_step, apply_commands
+        if self._pool_format is not None:
+            self._run_step, self._apply_commands = programs_for(self._pool_format)
+        self._cache = pages.init_cache(self.spec, self._pool_format)
         self._tree = RadixTree(page_size, on_event=on_cache_event) if prefix_cache else None
         if on_cache_event is not None and not prefix_cache:
             raise ValueError(
@@ -429,9 +435,10 @@ class LLM:
     def describe_pool(self) -> str:
         """Such as "KV pool: 1,024 pages of 16 tokens (16,384 tokens, 360 MiB), up to 8 sequences of 2,048"."""
         spec = self.spec
+        pool_bytes = spec.num_pages * page_bytes(spec, jax.default_backend())
         return (
             f"KV pool: {spec.num_pages:,} pages of {spec.page_size} tokens "
-            f"({spec.num_pages * spec.page_size:,} tokens, {spec.pool_bytes / 2**20:,.0f} MiB), "
+            f"({spec.num_pages * spec.page_size:,} tokens, {pool_bytes / 2**20:,.0f} MiB), "
             f"up to {spec.max_seqs} sequences of {self.max_model_len:,}"
         )
 
@@ -490,7 +497,7 @@ class LLM:
         """Compiles the programs of all buckets, so that nothing compiles later."""
         with self._exclusively():
             self._check()
-            self._cache = apply_commands(self._cache, self._pack(Commands()))
+            self._cache = self._apply_commands(self._cache, self._pack(Commands()))
         buckets = self._buckets.all()
         for i, bucket in enumerate(buckets):
             with self._exclusively():
@@ -577,7 +584,7 @@ class LLM:
             except BaseException:  # nobody knows how far the step came, on the device or in the books
                 requests = list(self._requests.values())
                 self._scheduler.start_over(requests)
-                self._cache = pages.init_cache(self.spec)
+                self._cache = pages.init_cache(self.spec, self._pool_format)
                 self._deliver([self._end(request) for request in requests if request.finished])
                 raise
 
@@ -610,9 +617,9 @@ class LLM:
     def _run_on_device(self, inputs: StepInputs, bucket: Bucket) -> StepOutputs:
         """The step itself, waited for: a transfer would wait just as long."""
         self._buckets.note_use(bucket)
-        compiled_before, start = num_programs(), time.monotonic()
-        self._cache, outputs = run_step(self._shape, self._weights, self._cache, inputs, bucket)
-        if num_compiled := num_programs() - compiled_before:
+        compiled_before, start = num_programs(self._run_step), time.monotonic()
+        self._cache, outputs = self._run_step(self._shape, self._weights, self._cache, inputs, bucket)
+        if num_compiled := num_programs(self._run_step) - compiled_before:
             self._num_compilations += num_compiled
             self.compile_s += time.monotonic() - start
         outputs.packed.block_until_ready()
@@ -620,7 +627,7 @@ class LLM:
 
     def _flush(self, commands: Commands) -> None:
         for piece in commands.split(self._capacity) if commands else ():
-            self._cache = apply_commands(self._cache, self._pack(piece))
+            self._cache = self._apply_commands(self._cache, self._pack(piece))
 
     def _pack(self, commands: Commands) -> PageCommands:
         return pack_commands(commands, self._capacity, self.spec.num_pages, self.spec.max_seqs)
@@ -633,6 +640,8 @@ class LLM:
             starts = np.arange(len(seq.pages)) * self.spec.page_size
             np.maximum.at(written, seq.pages, np.minimum(seq.num_computed - starts, self.spec.page_size))
         self._cache = pages.poison(self._cache, mask, written)
+        if self._pool_format is not None:
+            self._cache = self._cache.replace(kv_pages=jax.device_put(self._cache.kv_pages, self._pool_format))
 
     def _report(self, changed: list[Sequence]) -> list[RequestOutput]:
         now = self._clock()

@@ -1,19 +1,43 @@
-"""How large the pool may be."""
+"""How large the pool may be, and how it lies in a device's memory."""
 
 import os
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
 from jax_paged.cache import CacheSpec
 
-__all__ = ["available_bytes", "plan_pool"]
+__all__ = ["available_bytes", "page_bytes", "plan_pool", "pool_format"]
 
 # A device keeps some memory for the step's temporaries; a computer has other work to do than this.
 _DEVICE_SHARE, _HOST_SHARE = 0.9, 0.25
 _MAX_HOST_POOL_BYTES = 2**30
 _GIB = 2**30
+# The last two dimensions of an array in a TPU's memory are cut into tiles of so many rows, or fewer, of so many values.
+_TPU_ROWS, _TPU_LANES = 8, 128
+
+
+def pool_format(device: Any) -> Format | None:
+    """How the pool is to lie in the memory of a device: row-major on a TPU, elsewhere as XLA has it, None.
+
+    For heads shorter than a tile XLA would lay pages or tokens along the tile instead. The kernels do not read that, so
+    that XLA would lay out the whole pool anew before each of them, and after it.
+    """
+    if device.platform != "tpu":
+        return None
+    return Format(Layout(major_to_minor=(0, 1, 2, 3)), jax.sharding.SingleDeviceSharding(device))
+
+
+def page_bytes(spec: CacheSpec, platform: str) -> int:
+    """Bytes that a page takes in memory, over all layers: `spec.page_bytes`, and on a TPU what fills up its tiles."""
+    if platform != "tpu":
+        return spec.page_bytes
+    itemsize, rows = np.dtype(spec.dtype).itemsize, 2 * spec.num_kv_heads
+    tile_rows = max(min(1 << (rows - 1).bit_length(), _TPU_ROWS), 4 // itemsize)
+    row_bytes = -(-spec.head_dim // _TPU_LANES) * _TPU_LANES * itemsize
+    return spec.num_layers * spec.page_size * -(-rows // tile_rows) * tile_rows * row_bytes
 
 
 def available_bytes() -> int:
@@ -62,23 +86,23 @@ def plan_pool(
         "max_seqs": max_seqs,
         "dtype": dtype,
     }
-    page_bytes = CacheSpec(num_pages=1, max_pages_per_seq=1, **sizes).page_bytes
+    bytes_a_page = page_bytes(CacheSpec(num_pages=1, max_pages_per_seq=1, **sizes), jax.default_backend())
     free = available_bytes()
     if num_pages is None:
         on_host = jax.default_backend() == "cpu"
         budget = min(free * _HOST_SHARE, _MAX_HOST_POOL_BYTES) if on_host else free * _DEVICE_SHARE
-        num_pages = max(1, min(int(budget) // page_bytes, max_seqs * -(-longest // page_size)))
+        num_pages = max(1, min(int(budget) // bytes_a_page, max_seqs * -(-longest // page_size)))
     if num_pages < 1:
         raise ValueError(f"{num_pages=} must be at least 1, or None to size the pool from the memory there is")
-    if page_bytes > free:
+    if bytes_a_page > free:
         raise ValueError(
-            f"not even one page of {page_size:,} tokens, {page_bytes / _GIB:.1f} GiB, fits into the {free / _GIB:.1f} "
-            "GiB that are free; lower page_size"
+            f"not even one page of {page_size:,} tokens, {bytes_a_page / _GIB:.1f} GiB, fits into the "
+            f"{free / _GIB:.1f} GiB that are free; lower page_size"
         )
-    if num_pages * page_bytes > free:
+    if num_pages * bytes_a_page > free:
         raise ValueError(
-            f"a pool of {num_pages:,} pages takes {num_pages * page_bytes / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are "
-            f"free; at most num_pages={free // page_bytes:,} fit, or None to size it from the memory there is"
+            f"a pool of {num_pages:,} pages takes {num_pages * bytes_a_page / _GIB:.1f} GiB, {free / _GIB:.1f} GiB are "
+            f"free; at most num_pages={free // bytes_a_page:,} fit, or None to size it from the memory there is"
         )
     capacity = num_pages * page_size
     if max_model_len is not None and capacity < max_model_len:

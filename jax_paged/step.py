@@ -7,12 +7,13 @@ it samples are fed back in, pages are taken as they are needed, and rows that ha
 
 import functools
 from dataclasses import fields
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, struct
+from jax.experimental.layout import Format
 
 from jax_paged import cache as pages
 from jax_paged.cache import PagedCache
@@ -35,6 +36,7 @@ __all__ = [
     "num_programs",
     "pack_commands",
     "pack_inputs",
+    "programs_for",
     "run_step",
     "split_model",
     "unpack",
@@ -268,9 +270,20 @@ run_step = jit_step()
 apply_commands = jax.jit(_apply_commands, donate_argnames="cache")
 
 
-def num_programs() -> int:
+@functools.cache
+def programs_for(pool_format: Format) -> tuple[Any, Any]:
+    """`run_step` and `apply_commands` that leave the pool in this format. It must come in it, too, to be donated."""
+    formats: dict[str, Any] = dict.fromkeys(field.name for field in fields(PagedCache)) | {"kv_pages": pool_format}
+    cache_format = PagedCache(**formats)  # None: as XLA has it
+    return (
+        jit_step(out_shardings=(cache_format, None)),
+        jax.jit(_apply_commands, donate_argnames="cache", out_shardings=cache_format),
+    )
+
+
+def num_programs(run_step: Any) -> int:
     """How many step programs have been compiled so far."""
-    return int(cast(Any, run_step)._cache_size())
+    return int(run_step._cache_size())
 
 
 # --- Between the host's lists and the device's arrays ---

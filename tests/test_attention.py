@@ -331,6 +331,21 @@ def test_writing_what_does_not_fit_raises(change: dict[str, Any], message: str) 
         kernels.write_kv(**args)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"src": jnp.zeros(3, jnp.int32)}, "src.shape=(3,)"),
+        ({"dst": jnp.zeros(2)}, "dst.dtype=dtype('float32')"),
+        ({"kv_pages": jnp.zeros((2, 4, 3, 8))}, "shape=(2, 4, 3, 8)"),
+        ({"implementation": "pallas_gpu"}, "implementation='pallas_gpu' must be None, 'xla' or 'pallas_tpu'"),
+    ],
+)
+def test_copying_what_does_not_fit_raises(change: dict[str, Any], message: str) -> None:
+    ids = jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernels.copy_pages(**{"kv_pages": jnp.zeros((2, 4, 4, 8)), "src": ids, "dst": ids} | change)
+
+
 # --- validation and choice ---
 
 

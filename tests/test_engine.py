@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import tiny
 from hypothesis import strategies as st
+from jax.experimental.layout import Format, Layout
 from tiny import alone, drive, greedy, prompt
 
 import jax_paged as jp
 from jax_paged.ledger import Commands, StepPlan, StepResult
+from jax_paged.memory import page_bytes, pool_format
 from jax_paged.step import Bucket, pack_commands, pack_inputs, run_step
 
 SIZES = [tiny.PAGES_OF_1, tiny.SIZES, tiny.PAGES_OF_16]
@@ -804,6 +806,33 @@ def test_a_pool_without_a_size_holds_the_longest_sequences_there_can_be():
     llm = engine(num_pages=None, max_model_len=None)
     assert llm.max_model_len == 256
     assert llm.stats()["num_pages"] == 4 * 256 // 4
+
+
+def test_a_pool_in_a_format_of_its_own_is_the_same_pool(monkeypatch: pytest.MonkeyPatch):
+    # As on a TPU; on a CPU, row-major is what it is anyway.
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    row_major = Format(Layout(major_to_minor=(0, 1, 2, 3)), here)
+    monkeypatch.setattr("jax_paged.engine.pool_format", lambda device: row_major)
+    llm = engine(prefill=False)
+    outputs = llm.generate([prompt(9), prompt(14, seed=1)], greedy(8))
+    assert [tokens_of(output) for output in outputs] == [alone(prompt(9), greedy(8)), alone(prompt(14, 1), greedy(8))]
+    assert llm.stats()["compilations"] == 1
+    assert all(layer.format.layout.major_to_minor == (0, 1, 2, 3) for layer in llm._cache.kv_pages)
+    assert_baseline(llm)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_dim", "dtype", "rows", "lanes"),
+    [(8, 128, "bfloat16", 16, 128), (3, 64, "bfloat16", 8, 128), (5, 80, "float32", 16, 128), (1, 256, "int8", 4, 256)],
+)
+def test_pages_in_a_tpus_memory_fill_whole_tiles(num_kv_heads: int, head_dim: int, dtype: str, rows: int, lanes: int):
+    spec = jp.CacheSpec(
+        num_layers=2, num_kv_heads=num_kv_heads, head_dim=head_dim, num_pages=3, page_size=16, max_seqs=1,
+        max_pages_per_seq=3, dtype=dtype,
+    )  # fmt: skip
+    assert page_bytes(spec, "tpu") == 2 * 16 * rows * lanes * np.dtype(spec.dtype).itemsize
+    assert page_bytes(spec, "gpu") == page_bytes(spec, "cpu") == spec.page_bytes
+    assert pool_format(jax.devices()[0]) is None
 
 
 def test_check_finds_a_page_that_was_lost():

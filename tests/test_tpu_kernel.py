@@ -239,6 +239,28 @@ def test_a_missing_wait_for_a_write_is_seen_by_the_race_detector(monkeypatch: py
         jax.block_until_ready(run(pool, k, v, slots))
 
 
+def copy_arguments(dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    pool = np.random.default_rng(0).integers(-100, 100, (6, 4, 6, 64)).astype(np.float32)
+    return jnp.asarray(pool, dtype), jnp.array([2, 0, 5, 6, 1]), jnp.array([3, -1, 4, 2**31 - 1, 6])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_pages_are_copied_where_there_is_one_to_copy_to_without_races(dtype: str) -> None:
+    pool, src, dst = copy_arguments(dtype)
+    got = kernels.copy_pages(pool, src, dst, implementation="pallas_tpu", interpret=interpreter())
+    want = np.asarray(pool, np.float32)[[0, 1, 2, 2, 5, 5]]
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want)
+    np.testing.assert_array_equal(np.asarray(kernels.copy_pages(pool, src, dst), np.float32), want)
+
+
+def test_a_missing_wait_for_a_page_is_seen_by_the_race_detector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "_wait", lambda copy: None)
+    run = jax.jit(partial(kernels.copy_pages, implementation="pallas_tpu", interpret=interpreter("eager")))
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        jax.block_until_ready(run(*copy_arguments("float32")))
+
+
 def test_what_the_write_cannot_do_it_refuses_by_name() -> None:
     pool, k, v, slots = write_arguments("float32")
     with pytest.raises(NotImplementedError, match="1 KV heads of int8"):
@@ -284,3 +306,16 @@ def test_the_write_compiles_to_one_in_place(plain_env: dict[str, str]) -> None:
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{len(aot.CHIPS)} chips write in place" in done.stdout
+
+
+def test_the_engines_step_compiles_to_one_with_one_pool(plain_env: dict[str, str]) -> None:
+    pytest.importorskip("libtpu")
+    script = Path(__file__).with_name("compiled_step.py")
+    environment = plain_env | aot.COMPILER_ENVIRONMENT
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 2
+    for used in found:
+        assert used["pool"] <= used["in_place"] < 1.05 * used["pool"]
+        assert used["temporary"] < used["pool"] / 20

@@ -1,4 +1,6 @@
-"""Writes new keys and values to their slots in the pool, in place: one copy per token, all under way at once."""
+"""Changes the pool in place: new keys and values to their slots, and whole pages onto others. One copy from HBM to HBM
+for each, all under way at once.
+"""
 
 from typing import Any
 
@@ -39,7 +41,6 @@ def write_tokens(kv_pages: jax.Array, kv: jax.Array, slot_mapping: jax.Array, *,
     """
     num_pages, page_size = kv_pages.shape[:2]
     num_tokens = kv.shape[0]
-    interpret = pltpu.InterpretParams() if interpret is True else interpret
 
     def kernel(slots: Any, kv_ref: Any, _: Any, pool: Any, sem: Any) -> None:
         def for_each_written(action: Any) -> None:
@@ -57,18 +58,56 @@ def write_tokens(kv_pages: jax.Array, kv: jax.Array, slot_mapping: jax.Array, *,
         for_each_written(_start)
         for_each_written(_wait)
 
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    in_specs = [pl.BlockSpec(memory_space=pltpu.SMEM), _HBM, _HBM]
+    return _in_place(kernel, kv_pages, in_specs, interpret, "write_kv_tokens")(slot_mapping, kv, kv_pages)
+
+
+def copy_pages(kv_pages: jax.Array, src: jax.Array, dst: jax.Array, *, interpret: Any = False) -> jax.Array:
+    """The pool with pages `src` copied to pages `dst`; the pool passed in is reused, not copied, where it is donated.
+
+    XLA's own copy of a page makes it lay the whole pool out anew, before and after.
+
+    Args:
+        kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim].
+        src: i32[n], page ids.
+        dst: i32[n], page ids, none twice and none among `src`; where it is outside the pool, nothing is copied.
+        interpret: as in `pl.pallas_call`.
+    """
+    num_pages = kv_pages.shape[0]
+
+    def kernel(src: Any, dst: Any, _: Any, pool: Any, sem: Any) -> None:
+        def for_each_copied(action: Any) -> None:
+            def visit(i: Any, carry: None) -> None:
+                @pl.when((dst[i] >= 0) & (dst[i] < num_pages))
+                def _() -> None:
+                    source = pool.at[jnp.clip(src[i], 0, num_pages - 1)]
+                    action(pltpu.make_async_copy(source, pool.at[dst[i]], sem))
+
+            jax.lax.fori_loop(0, src.shape[0], visit, None)
+
+        for_each_copied(_start)
+        for_each_copied(_wait)
+
+    smem = pl.BlockSpec(memory_space=pltpu.SMEM)
+    return _in_place(kernel, kv_pages, [smem, smem, _HBM], interpret, "copy_kv_pages")(src, dst, kv_pages)
+
+
+_HBM = pl.BlockSpec(memory_space=pltpu.HBM)
+
+
+def _in_place(kernel: Any, kv_pages: jax.Array, in_specs: list[Any], interpret: Any, name: str) -> Any:
+    """A kernel whose last argument is the pool, which it changes."""
     return pl.pallas_call(
         kernel,
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), hbm, hbm],
-        out_specs=hbm,
+        in_specs=in_specs,
+        out_specs=_HBM,
         out_shape=jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         scratch_shapes=[pltpu.SemaphoreType.DMA],
-        input_output_aliases={2: 0},
-        interpret=interpret,
+        input_output_aliases={len(in_specs) - 1: 0},
+        interpret=pltpu.InterpretParams() if interpret is True else interpret,
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, has_side_effects=True),
-        name="write_kv_tokens",
-    )(slot_mapping, kv, kv_pages)
+        name=name,
+    )
 
 
 def _start(copy: Any) -> None:
