@@ -8,6 +8,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 
 from jax_paged.cache import CacheSpec
+from jax_paged.kernels.tuning import token_bytes
 
 __all__ = ["available_bytes", "page_bytes", "plan_pool", "pool_format"]
 
@@ -15,8 +16,6 @@ __all__ = ["available_bytes", "page_bytes", "plan_pool", "pool_format"]
 _DEVICE_SHARE, _HOST_SHARE = 0.9, 0.25
 _MAX_HOST_POOL_BYTES = 2**30
 _GIB = 2**30
-# The last two dimensions of an array in a TPU's memory are cut into tiles of so many rows, or fewer, of so many values.
-_TPU_ROWS, _TPU_LANES = 8, 128
 
 
 def pool_format(device: Any) -> Format | None:
@@ -34,10 +33,8 @@ def page_bytes(spec: CacheSpec, platform: str) -> int:
     """Bytes that a page takes in memory, over all layers: `spec.page_bytes`, and on a TPU what fills up its tiles."""
     if platform != "tpu":
         return spec.page_bytes
-    itemsize, rows = np.dtype(spec.dtype).itemsize, 2 * spec.num_kv_heads
-    tile_rows = max(min(1 << (rows - 1).bit_length(), _TPU_ROWS), 4 // itemsize)
-    row_bytes = -(-spec.head_dim // _TPU_LANES) * _TPU_LANES * itemsize
-    return spec.num_layers * spec.page_size * -(-rows // tile_rows) * tile_rows * row_bytes
+    bytes_of_a_token = token_bytes(spec.num_kv_heads, spec.head_dim, np.dtype(spec.dtype).itemsize)
+    return spec.num_layers * spec.page_size * bytes_of_a_token
 
 
 def available_bytes() -> int:

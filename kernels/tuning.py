@@ -18,7 +18,8 @@ _DECODE_BLOCK_BYTES, _BLOCK_BYTES = 8 * _MIB, 4 * _MIB
 _DECODE_TOKENS = 256
 # Zeroed together behind a row's last token: as many stores as are worth a loop's turn.
 CLEARED_TOKENS = 32
-_LANES = 128
+# A tile of memory: so many rows, or a smaller power of two of them, of so many lanes.
+_ROWS, _LANES = 8, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +110,15 @@ def needed_bytes(call: AttentionCall, blocks: Blocks) -> int:
     return buffers + state + 3 * 4 * scores
 
 
+def token_bytes(num_kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Bytes of a token's K and V, of one layer, in a TPU's memory, filled up to whole tiles of rows and lanes."""
+    rows = 2 * num_kv_heads
+    tile_rows = max(min(1 << (rows - 1).bit_length(), _ROWS), 4 // itemsize)
+    return round_up(rows, tile_rows) * round_up(head_dim, _LANES) * itemsize
+
+
 def _token_bytes(call: AttentionCall) -> int:
-    return 2 * call.num_kv_heads * round_up(call.head_dim, _LANES) * _itemsize(call.kv_dtype)
+    return token_bytes(call.num_kv_heads, call.head_dim, _itemsize(call.kv_dtype))
 
 
 def _itemsize(dtype: str) -> int:

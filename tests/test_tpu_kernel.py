@@ -312,10 +312,7 @@ def test_the_engines_step_compiles_to_one_with_one_pool(plain_env: dict[str, str
     pytest.importorskip("libtpu")
     script = Path(__file__).with_name("compiled_step.py")
     environment = plain_env | aot.COMPILER_ENVIRONMENT
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, script, "v5e"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == 2
-    for used in found:
-        assert used["pool"] <= used["in_place"] < 1.05 * used["pool"]
-        assert used["temporary"] < used["pool"] / 20
+    assert "2 steps change their pools in place on v5e" in done.stdout
