@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from jax_paged.models.config import ModelConfig, ModelError, RopeScaling, rope_frequencies, weight_shapes
 from jax_paged.models.gguf_file import GgufFile
+from jax_paged.models.llama import Block, to_device
 from jax_paged.models.load import load
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -239,6 +240,21 @@ def test_the_demo_model_predicts_the_reference_tokens(demo, case):
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     assert logits.argmax(-1).tolist() == expected
     np.testing.assert_allclose(logprobs[np.arange(len(expected)), expected], case["logprobs"], atol=5e-5)
+
+
+def test_weights_that_lie_together_become_a_models_without_a_copy(demo):
+    block = Block(demo.config, 3, demo.weights)
+    for weight, first in (
+        (block.qkv, "q"),
+        (block.gate_up, "gate"),
+        (block.down, "down"),
+        (block.attn_norm, "attn_norm"),
+    ):
+        assert weight[...].unsafe_buffer_pointer() == demo.weights[f"layers.3.{first}"].ctypes.data
+    apart = to_device(demo.weights["layers.3.q"], demo.weights["layers.3.v"])
+    assert apart.unsafe_buffer_pointer() != demo.weights["layers.3.q"].ctypes.data
+    for joined, names in ((block.qkv[...], "qkv"), (apart, "qv")):
+        np.testing.assert_array_equal(joined, np.concatenate([demo.weights[f"layers.3.{name}"] for name in names]))
 
 
 def test_the_demo_model_has_the_published_sizes(demo):

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jax_paged.errors import ModelError
 
-__all__ = ["ModelConfig", "ModelError", "RopeScaling", "rope_frequencies", "weight_shapes"]
+__all__ = ["ModelConfig", "ModelError", "RopeScaling", "room_for", "rope_frequencies", "weight_shapes"]
 
 FAMILIES = ("llama",)
 ROPE_SCALINGS = ("linear", "llama3")
@@ -144,6 +145,17 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every weight's name and shape, in the order of use; matrices are [out_features, in_features]."""
     return dict(_weight_shapes(config))
+
+
+def room_for(shapes: dict[str, tuple[int, ...]], dtype: Any) -> dict[str, np.ndarray]:
+    """Uninitialised arrays of these shapes, one after the other in memory, from a multiple of 64 bytes on."""
+    sizes = {name: math.prod(shape) * np.dtype(dtype).itemsize for name, shape in shapes.items()}
+    room = np.empty(sum(sizes.values()) + 64, np.uint8)
+    end, arrays = -room.ctypes.data % 64, {}
+    for name, shape in shapes.items():
+        start, end = end, end + sizes[name]
+        arrays[name] = room[start:end].view(dtype).reshape(shape)
+    return arrays
 
 
 def _weight_shapes(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -46,15 +46,31 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def to_device(*arrays: np.ndarray) -> jax.Array:
-    """Arrays joined along their first axis, on the device. On CPU that is one copy: JAX takes memory as it is where it
-    begins at a multiple of 64 bytes.
+    """Arrays joined along their first axis, on the device. On CPU that is one copy, or none if they lie one after the
+    other in memory (`config.room_for`): JAX takes memory as it is where it begins at a multiple of 64 bytes.
     """
     shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
     num_bytes = sum(array.nbytes for array in arrays)
+    room, start = _common_room(arrays), arrays[0].ctypes.data
+    if room is not None and start % 64 == 0:
+        start -= room.ctypes.data
+        return jax.device_put(room[start : start + num_bytes].view(arrays[0].dtype).reshape(shape))
     room = np.empty(num_bytes + 64, np.uint8)
     start = -room.ctypes.data % 64
     joined = room[start : start + num_bytes].view(arrays[0].dtype).reshape(shape)
     return jax.device_put(np.concatenate(arrays, out=joined))
+
+
+def _common_room(arrays: tuple[np.ndarray, ...]) -> np.ndarray | None:
+    """The bytes that all of the arrays are parts of, if they lie there one after the other."""
+    room, end = arrays[0].base, arrays[0].ctypes.data
+    if not (isinstance(room, np.ndarray) and room.dtype == np.uint8 and room.flags.owndata):
+        return None
+    for array in arrays:
+        if array.base is not room or array.ctypes.data != end or not array.flags.c_contiguous:
+            return None
+        end += array.nbytes
+    return room
 
 
 class Block(nnx.Module):
