@@ -299,6 +299,16 @@ def test_the_kernel_compiles_and_its_loops_stay_as_short_as_they_were(
     assert bounds.bound(found).other_bundles == pytest.approx(committed["others"], rel=0.1)
 
 
+def test_what_fills_the_smallest_memory_compiles() -> None:
+    pytest.importorskip("libtpu")
+    specs = [
+        aot.Spec(chip="v4", shape=shape, mode=mode, page_size=16, kv_dtype="float32")
+        for shape, mode in (("smollm2-135m", "decode"), ("llama3-8b", "prefill"))
+    ]
+    for found in aot.compile_specs(specs, count=False):
+        assert found["status"] == "compiled", found["reason"]
+
+
 def test_the_write_compiles_to_one_in_place(plain_env: dict[str, str]) -> None:
     pytest.importorskip("libtpu")
     script = Path(__file__).with_name("compiled_write.py")
