@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ._compat import cdiv, round_up
+from ._compat import round_up
 from .api import AttentionCall
 
 _MIB = 2**20
@@ -82,7 +82,8 @@ def choose_blocks(call: AttentionCall, chip: str | None = None) -> Blocks:
         else:
             raise ValueError(
                 f"{call.num_q_heads=}, {call.num_kv_heads=}, {call.head_dim=}, {call.page_size=}: the smallest blocks "
-                f"need {needed_bytes(call, blocks)} bytes of vector memory, of {vmem} on {chip or 'the chip'}; use "
+                f"need {needed_bytes(call, blocks)} bytes of vector memory, of {vmem - _SPARE_BYTES} to be had on "
+                f"{chip or 'the chip'}; use "
                 "smaller pages, or split the heads over more devices"
             )
 
@@ -101,11 +102,14 @@ def needed_bytes(call: AttentionCall, blocks: Blocks) -> int:
     width = round_up(call.head_dim, _LANES)
     q_rows = round_up(call.num_q_heads, 16) * blocks.q_tokens
     buffers = 2 * blocks.buffer_tokens * _token_bytes(call)
-    buffers += 2 * 2 * q_rows * width * _itemsize(call.q_dtype)
+    group = call.num_q_heads // call.num_kv_heads
+    # Groups that do not fill words of 32 bits are widened.
+    is_widened = not call.decode_only and group * _itemsize(call.q_dtype) % 4
+    buffers += 2 * 2 * q_rows * width * (4 if is_widened else _itemsize(call.q_dtype))
     if call.return_lse:
         buffers += 2 * q_rows * _LANES * 4
     state = q_rows * (2 * width + 2 * _LANES) * 4
-    rows = cdiv(call.num_q_heads, call.num_kv_heads) * blocks.q_tokens
+    rows = group * blocks.q_tokens
     scores = call.num_q_heads * call.num_kv_heads * blocks.decode_tokens
     if not call.decode_only:
         scores = max(scores, rows * blocks.compute_tokens)
@@ -119,8 +123,19 @@ def token_bytes(num_kv_heads: int, head_dim: int, itemsize: int) -> int:
     return round_up(rows, tile_rows) * round_up(head_dim, _LANES) * itemsize
 
 
+def buffer_rows(rows: int, itemsize: int) -> int:
+    """Rows of vector memory that hold a token's K and V rows: small powers of two as they are, others whole tiles."""
+    pack = 4 // itemsize
+    tile = _ROWS * pack
+    if rows < tile and rows & (rows - 1) == 0 and rows >= pack:
+        return rows
+    return round_up(rows, _ROWS if rows < _ROWS else tile)
+
+
 def _token_bytes(call: AttentionCall) -> int:
-    return token_bytes(call.num_kv_heads, call.head_dim, _itemsize(call.kv_dtype))
+    """Of vector memory."""
+    itemsize = _itemsize(call.kv_dtype)
+    return buffer_rows(2 * call.num_kv_heads, itemsize) * round_up(call.head_dim, _LANES) * itemsize
 
 
 def _itemsize(dtype: str) -> int:

@@ -254,6 +254,14 @@ def test_pages_are_copied_where_there_is_one_to_copy_to_without_races(dtype: str
     np.testing.assert_array_equal(np.asarray(kernels.copy_pages(pool, src, dst), np.float32), want)
 
 
+def test_nothing_to_write_or_to_copy_changes_nothing() -> None:
+    pool, k, v, slots = write_arguments("bfloat16")
+    wrote = kernels.write_kv(pool, k[:0], v[:0], slots[:0], implementation="pallas_tpu", interpret=interpreter())
+    copied = kernels.copy_pages(pool, slots[:0], slots[:0], implementation="pallas_tpu", interpret=interpreter())
+    for got in (wrote, copied, kernels.write_kv(pool, k[:0], v[:0], slots[:0])):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(pool, np.float32))
+
+
 def test_a_missing_wait_for_a_page_is_seen_by_the_race_detector(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "_wait", lambda copy: None)
     run = jax.jit(partial(kernels.copy_pages, implementation="pallas_tpu", interpret=interpreter("eager")))

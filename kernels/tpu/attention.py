@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .._compat import cdiv, floordiv, round_up
 from ..api import AttentionCall
-from ..tuning import VMEM_BYTES, Blocks, choose_blocks
+from ..tuning import VMEM_BYTES, Blocks, buffer_rows, choose_blocks
 from . import _copies
 from ._copies import Item
 from ._load import packing
@@ -149,7 +149,7 @@ def _run(
     call, lanes, tiles = plan.call, plan.lanes, plan.lane_tiles
     q_tokens = plan.blocks.q_tokens
     heads, q_heads, group = call.num_kv_heads, plan.q_heads, plan.group
-    q_rows, kv_rows = round_up(q_heads, 8 * packing(q.dtype)), _padded_rows(2 * heads, kv_pages.dtype)
+    q_rows, kv_rows = round_up(q_heads, 8 * packing(q.dtype)), buffer_rows(2 * heads, kv_pages.dtype.itemsize)
     lse_tokens, lse_rows = (q_tokens, round_up(q_heads, 8)) if call.return_lse else (1, 8)
     lse_shape = (call.max_tokens, q_heads, LANES) if call.return_lse else (1, 8, LANES)
 
@@ -205,15 +205,6 @@ def _run(
         q,
         kv_pages,
     )
-
-
-def _padded_rows(rows: int, dtype: Any) -> int:
-    """Rows of a VMEM tile that holds `rows` heads: small powers of two fit as they are, others to the next tile."""
-    pack = packing(dtype)
-    tile = 8 * pack
-    if rows < tile and rows & (rows - 1) == 0 and rows >= pack:
-        return rows
-    return round_up(rows, 8 if rows < 8 else tile)
 
 
 # --- the walk ---

@@ -41,6 +41,8 @@ def write_tokens(kv_pages: jax.Array, kv: jax.Array, slot_mapping: jax.Array, *,
     """
     num_pages, page_size = kv_pages.shape[:2]
     num_tokens = kv.shape[0]
+    if num_tokens == 0:  # Pallas has no empty arrays
+        return kv_pages
 
     def kernel(slots: Any, kv_ref: Any, _: Any, pool: Any, sem: Any) -> None:
         def for_each_written(action: Any) -> None:
@@ -74,6 +76,8 @@ def copy_pages(kv_pages: jax.Array, src: jax.Array, dst: jax.Array, *, interpret
         interpret: as in `pl.pallas_call`.
     """
     num_pages = kv_pages.shape[0]
+    if src.shape[0] == 0:  # Pallas has no empty arrays
+        return kv_pages
 
     def kernel(src: Any, dst: Any, _: Any, pool: Any, sem: Any) -> None:
         def for_each_copied(action: Any) -> None:
