@@ -7,13 +7,14 @@ float32 arrays or None, and one more, `decode_only`: a promise that token i is t
 
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 _MODULES = {"reference": ".reference", "xla": ".xla", "pallas_tpu": ".tpu", "pallas_gpu": ".gpu"}
@@ -267,16 +268,23 @@ def write_kv(
     Example:
         >>> kv_pages = write_kv(kv_pages, k, v, page_id * page_size + offset)
     """
-    kv_pages, k, v, slots = map(jnp.asarray, (kv_pages, k, v, slot_mapping))
+    kv_pages, k, v = map(jnp.asarray, (kv_pages, k, v))
+    slots = _integers("slot_mapping", slot_mapping)
     _check_pool(kv_pages)
+    _check_interpret(interpret)
     *_, num_kv_heads_twice, head_dim = kv_pages.shape
     if not (k.ndim == 3 and k.shape == v.shape and k.shape[1:] == (num_kv_heads_twice // 2, head_dim)):
         raise ValueError(
             f"{k.shape=} and {v.shape=} must both be (num_tokens, {num_kv_heads_twice // 2}, {head_dim}): "
             f"num_kv_heads and head_dim as in {kv_pages.shape=}"
         )
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (k, v)):
+        raise ValueError(f"{k.dtype=} and {v.dtype=} must be floating point; cast them")
     if slots.shape != k.shape[:1] or slots.dtype != jnp.int32:
-        raise ValueError(f"{slots.shape=}, {slots.dtype=} of slot_mapping must be ({k.shape[0]},) and int32")
+        raise ValueError(
+            f"{slots.shape=}, {slots.dtype=} of slot_mapping must be ({k.shape[0]},) and int32, a slot for each token; "
+            "pad with num_pages * page_size, and use .astype(jnp.int32)"
+        )
     k = _quantise(k, _as_scale("k_scale", k_scale), kv_pages.dtype)
     v = _quantise(v, _as_scale("v_scale", v_scale), kv_pages.dtype)
     kv = jnp.stack([k, v], axis=2).reshape(-1, num_kv_heads_twice, head_dim)
@@ -320,16 +328,25 @@ def copy_pages(
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, or an unknown implementation.
+        NotImplementedError: a named implementation that cannot do this; the message names the limit.
     """
-    kv_pages, src, dst = map(jnp.asarray, (kv_pages, src, dst))
+    kv_pages, src, dst = jnp.asarray(kv_pages), _integers("src", src), _integers("dst", dst)
     _check_pool(kv_pages)
+    _check_interpret(interpret)
     if not (src.ndim == 1 and src.shape == dst.shape and src.dtype == dst.dtype == jnp.int32):
-        raise ValueError(f"{src.shape=}, {src.dtype=} and {dst.shape=}, {dst.dtype=} must both be (n,) and int32")
+        raise ValueError(
+            f"{src.shape=}, {src.dtype=} and {dst.shape=}, {dst.dtype=} must both be (n,) and int32; pad with num_pages"
+        )
     if implementation not in (None, "xla", "pallas_tpu"):
         raise ValueError(f"{implementation=} must be None, 'xla' or 'pallas_tpu'")
     if implementation == "xla" or (implementation is None and _default_platform() != "tpu"):
         return _copy_rows(kv_pages, src, dst)
-    copy = partial(_load("pallas_tpu").copy_pages, interpret=interpret)
+    tpu = _load("pallas_tpu")
+    if reason := tpu.cannot_copy(kv_pages.dtype, len(src)):
+        if implementation is None:
+            return _copy_rows(kv_pages, src, dst)
+        raise NotImplementedError(f"{implementation=} cannot copy this: {reason}; implementation=None chooses")
+    copy = partial(tpu.copy_pages, interpret=interpret)
     if implementation is not None:
         return copy(kv_pages, src, dst)
     return jax.lax.platform_dependent(kv_pages, src, dst, tpu=copy, default=_copy_rows)
@@ -381,7 +398,9 @@ def _attention(
     options: dict[str, Any],
     implementation: str | None,
 ) -> Any:
-    arrays = tuple(map(jnp.asarray, array_likes))
+    q, kv_pages, *integers = array_likes
+    names = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
+    arrays = (jnp.asarray(q), jnp.asarray(kv_pages), *map(_integers, names, integers))
     _check_arrays(*arrays)
     scales_and_sinks = {
         "k_scale": _as_scale("k_scale", extras["k_scale"]),
@@ -389,6 +408,10 @@ def _attention(
         "sinks": _as_sinks(extras["sinks"], num_q_heads=arrays[0].shape[1]),
     }
     options = _check_options(**options)
+    if options["sliding_window"] is not None:
+        # No position is further from another; with much more, differences would overflow.
+        longest = arrays[3].shape[1] * arrays[1].shape[1] + arrays[0].shape[0]
+        options["sliding_window"] = min(options["sliding_window"], longest)
     call = _describe(arrays, scales_and_sinks, options)
     fallback = None
     if implementation is None:
@@ -531,17 +554,22 @@ def _check_arrays(
 
 def _check_options(*, sliding_window: int | None, soft_cap: float | None, **options: Any) -> dict[str, Any]:
     sm_scale, causal = options.pop("sm_scale"), options.pop("causal")
-    if isinstance(sm_scale, jax.core.Tracer) or not math.isfinite(sm_scale):
+    _check_interpret(options["interpret"])
+    for name, flag in (("causal", causal), ("return_lse", options["return_lse"])):
+        if not isinstance(flag, bool | np.bool_):
+            raise ValueError(f"{name}={flag!r} must be True or False, and static: it is compiled in")
+    if not math.isfinite(_number(sm_scale)):
         raise ValueError(f"{sm_scale=} must be a finite Python float; multiply q by a traced scale instead")
     if sliding_window is not None:
-        if isinstance(sliding_window, bool) or sliding_window != int(sliding_window) or sliding_window < 1:
+        window = _number(sliding_window)
+        if isinstance(sliding_window, bool) or not (window >= 1 and window.is_integer()):
             raise ValueError(f"{sliding_window=} must be a whole number >= 1; use None for no window")
         if not causal:
             raise NotImplementedError(
                 f"{sliding_window=} with causal=False is not defined (before the token, or to both sides?); "
                 "use causal=True, or sliding_window=None"
             )
-    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
+    if soft_cap is not None and not 0 < _number(soft_cap) < math.inf:
         raise ValueError(f"{soft_cap=} must be finite and > 0; use None for no cap")
     # Plain Python numbers: the options become a compilation key.
     return {
@@ -553,12 +581,45 @@ def _check_options(*, sliding_window: int | None, soft_cap: float | None, **opti
     }
 
 
+def _number(x: Any) -> float:
+    """As a Python float; NaN for what is none, or not known yet."""
+    if isinstance(x, jax.core.Tracer | str | bytes):
+        return math.nan
+    try:
+        return float(x)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _integers(name: str, values: ArrayLike) -> jax.Array:
+    """As an array; jax would cut values of more than 32 bits without a word."""
+    if not isinstance(values, jax.Array):
+        values = np.asarray(values)
+        if values.dtype.kind in "iu" and values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
+            raise ValueError(
+                f"{name} has {values.min()} to {values.max()}, which must fit int32; for no page use num_pages"
+            )
+    return jnp.asarray(values)
+
+
+def _check_interpret(interpret: Any) -> None:
+    # 1 is equal to True, and would be remembered as it.
+    if not isinstance(interpret, bool) and not is_dataclass(interpret):
+        raise ValueError(f"{interpret=} must be True, False or the parameters of a Pallas interpreter")
+
+
+def _is_real(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer))
+
+
 def _as_scale(name: str, scale: ArrayLike | None) -> jax.Array | None:
     if scale is None:
         return None
     scale = jnp.asarray(scale)
-    if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.number):
-        raise ValueError(f"{name} of shape {scale.shape}, dtype {scale.dtype} must be a scalar: one scale per pool")
+    if scale.shape != () or not _is_real(scale):
+        raise ValueError(
+            f"{name} of shape {scale.shape}, dtype {scale.dtype} must be a real number: one scale per pool"
+        )
     return scale.astype(jnp.float32)
 
 
@@ -566,8 +627,8 @@ def _as_sinks(sinks: ArrayLike | None, num_q_heads: int) -> jax.Array | None:
     if sinks is None:
         return None
     sinks = jnp.asarray(sinks)
-    if sinks.shape != (num_q_heads,):
-        raise ValueError(f"{sinks.shape=} must be ({num_q_heads},): one logit per query head")
+    if sinks.shape != (num_q_heads,) or not _is_real(sinks):
+        raise ValueError(f"{sinks.shape=}, {sinks.dtype=} must be ({num_q_heads},) and real: one logit per query head")
     return sinks.astype(jnp.float32)
 
 

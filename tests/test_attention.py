@@ -331,9 +331,19 @@ def test_writing_what_does_not_fit_raises(change: dict[str, Any], message: str) 
         kernels.write_kv(**args)
 
 
+@pytest.mark.parametrize("window", [2**31 - 1, 2**40])
+def test_a_window_of_any_length_is_none_where_nothing_is_further_away(window: int) -> None:
+    # With fewer keys than queries, positions are negative.
+    batch = make_batch(BY_NAME["fewer_keys_than_queries"], 0, jnp.float32)
+    for got, want in zip(attend(batch, "xla", sliding_window=window), reference(batch), strict=True):
+        assert_matches_reference(got, want, jnp.float32)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"src": np.array([0, 2**32 + 1])}, "src has 0 to 4294967297, which must fit int32"),
+        ({"interpret": 1}, "interpret=1 must be True, False or the parameters of a Pallas interpreter"),
         ({"src": jnp.zeros(3, jnp.int32)}, "src.shape=(3,)"),
         ({"dst": jnp.zeros(2)}, "dst.dtype=dtype('float32')"),
         ({"kv_pages": jnp.zeros((2, 4, 3, 8))}, "shape=(2, 4, 3, 8)"),
@@ -366,7 +376,18 @@ def test_copying_what_does_not_fit_raises(change: dict[str, Any], message: str) 
         ({"soft_cap": 0.0}, "soft_cap=0.0"),
         ({"sliding_window": 0}, "sliding_window=0"),
         ({"sliding_window": -1}, "use None for no window"),
-        ({"sinks": jnp.ones(2)}, "sinks.shape=(2,) must be (1,)"),
+        ({"sliding_window": math.inf}, "sliding_window=inf must be a whole number"),
+        ({"sliding_window": math.nan}, "sliding_window=nan must be a whole number"),
+        ({"sliding_window": "2"}, "sliding_window='2' must be a whole number"),
+        ({"soft_cap": "x"}, "soft_cap='x'"),
+        ({"sm_scale": None}, "sm_scale=None"),
+        ({"return_lse": "yes"}, "return_lse='yes' must be True or False"),
+        ({"causal": jnp.array(True)}, "must be True or False, and static"),
+        ({"interpret": 1}, "interpret=1 must be True, False"),
+        ({"k_scale": 1j}, "k_scale of shape (), dtype complex64 must be a real number"),
+        ({"sinks": jnp.array([True])}, "sinks.dtype=dtype('bool')"),
+        ({"page_indices": np.array([[2**32, 0]])}, "page_indices has 0 to 4294967296, which must fit int32"),
+        ({"sinks": jnp.ones(2)}, "sinks.shape=(2,)"),
         ({"v_scale": jnp.ones(1)}, "v_scale of shape (1,)"),
         ({"implementation": "triton"}, "reference, xla, pallas_tpu, pallas_gpu"),
     ],

@@ -16,6 +16,7 @@ import pytest
 from attention_cases import BY_NAME, CASES, Case, assert_matches_reference, make_batch, quick_attention, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_paged import kernels
@@ -275,6 +276,16 @@ def test_what_the_write_cannot_do_it_refuses_by_name() -> None:
         kernels.write_kv(pool[:, :, :2].astype("int8"), k[:, :1], v[:, :1], slots, implementation="pallas_tpu")
     with pytest.raises(ValueError, match="implementation='pallas_gpu'"):
         kernels.write_kv(pool, k, v, slots, implementation="pallas_gpu")
+    half = pool.astype("float16")
+    with pytest.raises(NotImplementedError, match="cannot write this: float16, which TPUs do not have"):
+        kernels.write_kv(half, k, v, slots, implementation="pallas_tpu")
+    with pytest.raises(NotImplementedError, match="cannot copy this: float16, which TPUs do not have"):
+        kernels.copy_pages(half, slots, slots, implementation="pallas_tpu")
+    many = jnp.zeros(70_000, jnp.int32)
+    with pytest.raises(NotImplementedError, match=r"70000 pages: .* copy in parts"):
+        kernels.copy_pages(pool, many, many, implementation="pallas_tpu")
+    with pytest.raises(ValueError, match=r"must be True, False or pallas\.tpu\.InterpretParams"):
+        kernels.copy_pages(pool, slots, slots, implementation="pallas_tpu", interpret=plgpu.InterpretGPUParams())
 
 
 def test_the_kernel_under_shard_map_over_kv_heads_matches_the_reference(plain_env: dict[str, str]) -> None:

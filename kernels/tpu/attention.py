@@ -29,6 +29,8 @@ _SMEM_BYTES = 768 * 1024
 
 def supports(call: AttentionCall) -> str | None:
     """Why this implementation cannot run `call`, or None if it can."""
+    if not isinstance(call.interpret, bool | pltpu.InterpretParams):
+        return f"interpret={call.interpret!r} must be True, False or pallas.tpu.InterpretParams"
     for name in ("q_dtype", "kv_dtype"):
         if getattr(call, name) == "float16":
             return f"{name}='float16': TPU vector units have no float16; use bfloat16"

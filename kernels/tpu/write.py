@@ -18,6 +18,8 @@ _MAX_TOKENS = 128 * 1024
 
 def cannot_write(pool_shape: tuple[int, ...], dtype: Any, num_tokens: int) -> str | None:
     """Why `write_tokens` cannot write to a pool, or None if it can."""
+    if jnp.dtype(dtype) == jnp.float16:
+        return "float16, which TPUs do not have; use bfloat16"
     num_heads, pack = pool_shape[2], packing(dtype)
     if num_heads % pack:
         return (
@@ -26,6 +28,15 @@ def cannot_write(pool_shape: tuple[int, ...], dtype: Any, num_tokens: int) -> st
         )
     if num_tokens > _MAX_TOKENS:
         return f"{num_tokens} tokens: their slots must fit in scalar memory, which takes {_MAX_TOKENS}; write in parts"
+    return None
+
+
+def cannot_copy(dtype: Any, num_pages: int) -> str | None:
+    """Why `copy_pages` cannot copy so many pages of a pool, or None if it can."""
+    if jnp.dtype(dtype) == jnp.float16:
+        return "float16, which TPUs do not have; use bfloat16"
+    if num_pages > _MAX_TOKENS // 2:
+        return f"{num_pages} pages: their ids must fit in scalar memory, which takes {_MAX_TOKENS // 2}; copy in parts"
     return None
 
 
@@ -101,6 +112,8 @@ _HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
 def _in_place(kernel: Any, kv_pages: jax.Array, in_specs: list[Any], interpret: Any, name: str) -> Any:
     """A kernel whose last argument is the pool, which it changes."""
+    if not isinstance(interpret, bool | pltpu.InterpretParams):
+        raise ValueError(f"{interpret=} must be True, False or pallas.tpu.InterpretParams")
     return pl.pallas_call(
         kernel,
         in_specs=in_specs,
