@@ -328,6 +328,14 @@ def test_what_fills_the_smallest_memory_compiles() -> None:
         assert found["status"] == "compiled", found["reason"]
 
 
+def test_the_kernel_compiles_under_shard_map_for_16_chips() -> None:
+    pytest.importorskip("libtpu")
+    (found,) = aot.compile_specs(
+        [aot.Spec(chip="v5e", shape="llama3-70b-tp8", mode="decode", page_size=16, shards=8)], count=False
+    )
+    assert found["status"] == "compiled", found["reason"]
+
+
 def test_the_write_compiles_to_one_in_place(plain_env: dict[str, str]) -> None:
     pytest.importorskip("libtpu")
     script = Path(__file__).with_name("compiled_write.py")
