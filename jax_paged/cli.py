@@ -328,7 +328,8 @@ def _env(args: argparse.Namespace) -> None:
     print(f"{'attention':>12} {name}: {reason}")
     for other in IMPLEMENTATIONS:
         if other != name:
-            print(f"{'':>12} {other}: {why_not(other, call) or 'could run it, if asked for by name'}")
+            able = "could run it, if asked for by name" + (" and interpreted" if other.startswith("pallas") else "")
+            print(f"{'':>12} {other}: {why_not(other, call) or able}")
 
 
 # --- Shared ---

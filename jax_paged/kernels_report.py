@@ -10,15 +10,51 @@ from jax_paged.kernels import aot, bounds
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Gives `parser` the options that `main` reads."""
-    parser.add_argument("--chips", nargs="+", default=list(aot.CHIPS), choices=list(aot.CHIPS), metavar="CHIP")
-    parser.add_argument("--shapes", nargs="+", default=list(aot.SHAPES), choices=list(aot.SHAPES), metavar="SHAPE")
-    parser.add_argument("--modes", nargs="+", default=list(aot.MODES), choices=list(aot.MODES), metavar="MODE")
-    parser.add_argument("--page-sizes", nargs="+", default=[16, 128], type=int, metavar="TOKENS")
-    parser.add_argument("--kv-dtype", default="bfloat16", help="of the pool; queries are bfloat16")
-    parser.add_argument("--blocks", type=json.loads, help="block sizes to try instead of the tuned ones, as JSON")
-    parser.add_argument("--no-count", action="store_true", help="only say what compiles: half the time")
-    parser.add_argument("--keep", metavar="FOLDER", help="where to leave the compiler's listings")
+    for name, choices in (("chip", aot.CHIPS), ("shape", aot.SHAPES), ("mode", aot.MODES)):
+        parser.add_argument(
+            f"--{name}s", nargs="+", default=list(choices), choices=list(choices), metavar=name.upper(),
+            help=f"of {', '.join(choices)}; all by default, which together take hours",
+        )  # fmt: skip
+    parser.add_argument(
+        "--page-sizes", nargs="+", default=[16, 128], type=_tokens, metavar="TOKENS", help="16 and 128 by default"
+    )
+    parser.add_argument("--kv-dtype", default="bfloat16", choices=_DTYPES, help="of the pool; queries are bfloat16")
+    parser.add_argument(
+        "--blocks", type=_blocks,
+        help="block sizes to try instead of the tuned ones, a JSON object with " + ", ".join(_BLOCK_NAMES),
+    )  # fmt: skip
+    listings = parser.add_mutually_exclusive_group()
+    listings.add_argument("--no-count", action="store_true", help="only say what compiles")
+    listings.add_argument(
+        "--keep", metavar="FOLDER",
+        help="leave the compiler's listings there; bundles are in *ragged_paged_attention*final_bundles.txt",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="everything found, as JSON")
+
+
+_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+_BLOCK_NAMES = ("kv_tokens", "compute_tokens", "decode_tokens", "q_tokens")
+
+
+def _tokens(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of tokens, at least 1")
+    return int(text)
+
+
+def _blocks(text: str) -> dict[str, int]:
+    try:
+        blocks = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object ({error})") from None
+    if not isinstance(blocks, dict) or set(blocks) != set(_BLOCK_NAMES):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object with {', '.join(_BLOCK_NAMES)}, no more")
+    for name, value in blocks.items():
+        if not isinstance(value, int) or value < 1 or (name in ("compute_tokens", "decode_tokens") and value % 128):
+            raise argparse.ArgumentTypeError(
+                f"{name}={value!r} must be at least 1, compute and decode_tokens multiples of 128"
+            )
+    return blocks
 
 
 def main(args: argparse.Namespace) -> None:

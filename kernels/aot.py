@@ -171,7 +171,7 @@ def compile_specs(specs: Sequence[Spec], *, count: bool = True, keep: str | None
 
     Args:
         specs: what to compile.
-        count: read the compiler's listings, too; without, it writes none and is done several times sooner.
+        count: read the compiler's listings, too; without, it writes none and is done sooner.
         keep: a folder for the listings, which are deleted otherwise.
 
     Returns:
@@ -190,7 +190,8 @@ def compile_specs(specs: Sequence[Spec], *, count: bool = True, keep: str | None
 
 def _compile_elsewhere(specs: Sequence[Spec], count: bool, keep: str | None) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile("w+") as said:
-        dump = keep or scratch
+        dump = str(Path(keep or scratch).absolute())
+        Path(dump).mkdir(parents=True, exist_ok=True)
         environment = os.environ | COMPILER_ENVIRONMENT
         if count:
             environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"

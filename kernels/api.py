@@ -100,8 +100,8 @@ def ragged_paged_attention(
         return_lse: also return the natural log of the softmax denominator, for `merge_states`.
         interpret: run the chosen Pallas kernel, if one is chosen, in interpret mode; True, or the Pallas
             interpreter's parameters.
-        implementation: one of `IMPLEMENTATIONS`, or None for the best that supports the call on the platform it
-            is compiled for.
+        implementation: one of `IMPLEMENTATIONS`, or None for the best that supports the call on jax's default
+            platform; where the program is compiled for another one, that is "xla".
 
     Returns:
         out, of q's shape and dtype, or `(out, lse)` with lse f32[max_tokens, num_q_heads].
@@ -259,7 +259,7 @@ def write_kv(
             and clipped to -128..127, for an fp8 pool clipped to its finite range.
         interpret: as in `ragged_paged_attention`.
         implementation: "xla", a scatter; "pallas_tpu", a copy for each token; or None for the better of those that
-            can on the platform it is compiled for.
+            can on jax's default platform.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, or an unknown implementation.
@@ -298,6 +298,7 @@ def write_kv(
         if implementation is None:
             return _scatter(kv_pages, kv, slots)
         raise NotImplementedError(f"{implementation=} cannot write this: {reason}; implementation=None chooses")
+    _check_platform(implementation, interpret, kv_pages, kv, slots)
     write = partial(tpu.write_tokens, interpret=interpret)
     if implementation is not None:
         return write(kv_pages, kv, slots)
@@ -321,7 +322,7 @@ def copy_pages(
             out of range, negative ids included, nothing is copied: pad with num_pages.
         interpret: as in `ragged_paged_attention`.
         implementation: "xla"; "pallas_tpu", a copy from HBM to HBM for each page; or None for the better of them on
-            the platform it is compiled for.
+            jax's default platform.
 
     Returns:
         The pool, its pages `dst` as `src` were.
@@ -346,6 +347,7 @@ def copy_pages(
         if implementation is None:
             return _copy_rows(kv_pages, src, dst)
         raise NotImplementedError(f"{implementation=} cannot copy this: {reason}; implementation=None chooses")
+    _check_platform(implementation, interpret, kv_pages, src, dst)
     copy = partial(tpu.copy_pages, interpret=interpret)
     if implementation is not None:
         return copy(kv_pages, src, dst)
@@ -423,6 +425,7 @@ def _attention(
         raise NotImplementedError(
             f"{implementation=} cannot run this call: {reason}; implementation=None chooses one that can"
         )
+    _check_platform(implementation, call.interpret, *arrays)
     return _run(arrays, scales_and_sinks, call=call, name=implementation, fallback=fallback)
 
 
@@ -606,6 +609,18 @@ def _check_interpret(interpret: Any) -> None:
     # 1 is equal to True, and would be remembered as it.
     if not isinstance(interpret, bool) and not is_dataclass(interpret):
         raise ValueError(f"{interpret=} must be True, False or the parameters of a Pallas interpreter")
+
+
+def _check_platform(implementation: str | None, interpret: Any, *arrays: jax.Array) -> None:
+    """Outside of a jit, which may be compiled for any platform, a call runs on the default one."""
+    platform = _default_platform()
+    if implementation not in _LOWERING_PLATFORM or _PREFERRED.get(platform) == implementation or interpret:
+        return
+    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
+        raise NotImplementedError(
+            f"{implementation=} does not run on {platform!r}, jax's default platform; interpret=True interprets it "
+            "here, implementation=None chooses one that runs"
+        )
 
 
 def _is_real(x: jax.Array) -> bool:

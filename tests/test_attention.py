@@ -75,6 +75,13 @@ def test_the_reference_on_two_tokens_by_hand(options: dict[str, Any], out: Any, 
     np.testing.assert_allclose(got[1].ravel(), lse, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
+def test_a_kernel_for_another_platform_says_how_it_can_be_run_here(implementation: str) -> None:
+    batch = make_batch(BY_NAME["mixed"], 0, jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="does not run on 'cpu', jax's default platform; interpret=True"):
+        kernels.ragged_paged_attention(*batch.arrays, **batch.options, implementation=implementation)
+
+
 @implementations
 def test_a_decode_by_hand(implementation: str) -> None:
     out, lse = attend(two_tokens(1), implementation)

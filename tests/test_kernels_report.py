@@ -144,3 +144,29 @@ def test_without_libtpu_the_error_names_the_extra_that_brings_it(monkeypatch: py
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"jax-paged\[tpu\]"):
         aot.compile_specs([])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-dtype", "foo"], "invalid choice: 'foo' (choose from"),
+        (["--page-sizes", "0"], "'0' must be a whole number of tokens, at least 1"),
+        (["--blocks", "{"], "'{' is no JSON object"),
+        (
+            ["--blocks", '{"kv_tokens": 1}'],
+            "must be a JSON object with kv_tokens, compute_tokens, decode_tokens, q_tokens",
+        ),
+        (
+            ["--blocks", '{"kv_tokens": 512, "compute_tokens": 256, "decode_tokens": 100, "q_tokens": 16}'],
+            "decode_tokens=100 must be at least 1, compute and decode_tokens multiples of 128",
+        ),
+        (["--no-count", "--keep", "x"], "--keep: not allowed with argument --no-count"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        arguments(*options)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
