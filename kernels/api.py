@@ -7,10 +7,11 @@ float32 arrays or None, and one more, `decode_only`: a promise that token i is t
 
 import importlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -289,20 +290,7 @@ def write_kv(
     v = _quantise(v, _as_scale("v_scale", v_scale), kv_pages.dtype)
     kv = jnp.stack([k, v], axis=2).reshape(-1, num_kv_heads_twice, head_dim)
 
-    if implementation not in (None, "xla", "pallas_tpu"):
-        raise ValueError(f"{implementation=} must be None, 'xla' or 'pallas_tpu'")
-    if implementation == "xla" or (implementation is None and _default_platform() != "tpu"):
-        return _scatter(kv_pages, kv, slots)
-    tpu = _load("pallas_tpu")
-    if reason := tpu.cannot_write(kv_pages.shape, kv_pages.dtype, k.shape[0]):
-        if implementation is None:
-            return _scatter(kv_pages, kv, slots)
-        raise NotImplementedError(f"{implementation=} cannot write this: {reason}; implementation=None chooses")
-    _check_platform(implementation, interpret, kv_pages, kv, slots)
-    write = partial(tpu.write_tokens, interpret=interpret)
-    if implementation is not None:
-        return write(kv_pages, kv, slots)
-    return jax.lax.platform_dependent(kv_pages, kv, slots, tpu=write, default=_scatter)
+    return _change_pool("write", (kv_pages, kv, slots), _scatter, implementation, interpret)
 
 
 def copy_pages(
@@ -338,20 +326,36 @@ def copy_pages(
         raise ValueError(
             f"{src.shape=}, {src.dtype=} and {dst.shape=}, {dst.dtype=} must both be (n,) and int32; pad with num_pages"
         )
+    return _change_pool("copy", (kv_pages, src, dst), _copy_rows, implementation, interpret)
+
+
+def _change_pool(
+    verb: str,
+    arrays: tuple[jax.Array, ...],
+    by_xla: Callable[..., jax.Array],
+    implementation: str | None,
+    interpret: Any,
+) -> jax.Array:
+    """Runs `by_xla`, or the TPU's kernel of that verb, on the pool, what goes into it, and where to."""
     if implementation not in (None, "xla", "pallas_tpu"):
         raise ValueError(f"{implementation=} must be None, 'xla' or 'pallas_tpu'")
     if implementation == "xla" or (implementation is None and _default_platform() != "tpu"):
-        return _copy_rows(kv_pages, src, dst)
+        return by_xla(*arrays)
     tpu = _load("pallas_tpu")
-    if reason := tpu.cannot_copy(kv_pages.dtype, len(src)):
-        if implementation is None:
-            return _copy_rows(kv_pages, src, dst)
-        raise NotImplementedError(f"{implementation=} cannot copy this: {reason}; implementation=None chooses")
-    _check_platform(implementation, interpret, kv_pages, src, dst)
-    copy = partial(tpu.copy_pages, interpret=interpret)
+    pool, *_, where = arrays
+    if verb == "write":
+        kernel, reason = tpu.write_tokens, tpu.cannot_write(pool.shape, pool.dtype, len(where))
+    else:
+        kernel, reason = tpu.copy_pages, tpu.cannot_copy(pool.dtype, len(where))
+    if reason and implementation is None:
+        return by_xla(*arrays)
+    if reason:
+        raise NotImplementedError(f"{implementation=} cannot {verb} this: {reason}; implementation=None chooses")
+    _check_platform(implementation, interpret, *arrays)
+    kernel = partial(kernel, interpret=interpret)
     if implementation is not None:
-        return copy(kv_pages, src, dst)
-    return jax.lax.platform_dependent(kv_pages, src, dst, tpu=copy, default=_copy_rows)
+        return cast(jax.Array, kernel(*arrays))
+    return jax.lax.platform_dependent(*arrays, tpu=kernel, default=by_xla)
 
 
 @jax.jit
