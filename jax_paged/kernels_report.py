@@ -15,10 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}s", nargs="+", default=list(choices), choices=list(choices), metavar=name.upper(),
             help=f"of {', '.join(choices)}; all by default, which together take hours",
         )  # fmt: skip
-    parser.add_argument(
-        "--page-sizes", nargs="+", default=[16, 128], type=_tokens, metavar="TOKENS", help="16 and 128 by default"
-    )
-    parser.add_argument("--kv-dtype", default="bfloat16", choices=_DTYPES, help="of the pool; queries are bfloat16")
+    aot.add_pool_arguments(parser, page_sizes=[16, 128])
     parser.add_argument(
         "--blocks", type=_blocks,
         help="block sizes to try instead of the tuned ones, a JSON object with " + ", ".join(_BLOCK_NAMES),
@@ -32,14 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="everything found, as JSON")
 
 
-_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 _BLOCK_NAMES = ("kv_tokens", "compute_tokens", "decode_tokens", "q_tokens")
-
-
-def _tokens(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of tokens, at least 1")
-    return int(text)
 
 
 def _blocks(text: str) -> dict[str, int]:
@@ -65,11 +55,12 @@ def main(args: argparse.Namespace) -> None:
         RuntimeError: the compiler's process died.
     """
     specs = [
-        aot.Spec(chip=chip, shape=shape, mode=mode, page_size=page_size, kv_dtype=args.kv_dtype, blocks=args.blocks)
+        aot.Spec(chip=chip, shape=shape, mode=mode, page_size=page_size, kv_dtype=kv_dtype, blocks=args.blocks)
         for chip in args.chips
         for shape in args.shapes
         for mode in args.modes
         for page_size in args.page_sizes
+        for kv_dtype in args.kv_dtypes
     ]
     found = aot.compile_specs(specs, count=not args.no_count, keep=args.keep)
     rows = (row | _bound(row) for row in found)
@@ -105,21 +96,23 @@ def _target(row: dict[str, Any]) -> str | None:
     if row["mode"] != "decode" or row["chip"] not in bounds.RPA_V3_BUNDLES:
         return None
     inner, others = bounds.RPA_V3_BUNDLES[row["chip"]]
-    line = f"{name}: {bound['bundles_per_512_tokens']:.0f} bundles per 512 tokens, RPA v3 {inner}"
-    if row["page_size"] in others:
-        line += f"; the rest of the program {bound['other_bundles']}, RPA v3 {others[row['page_size']]}"
-    return line
+    if row["page_size"] not in others:
+        return None
+    return (
+        f"{name}: {bound['bundles_per_512_tokens']:.0f} bundles per 512 tokens, RPA v3 {inner}; "
+        f"the rest of the program {bound['other_bundles']}, RPA v3 {others[row['page_size']]}"
+    )
 
 
 _HEADER = (
-    f"{'chip':6} {'shape':14} {'mode':8} {'page':>4}  {'VMEM MiB':>8} {'SMEM KiB':>8}  {'bundles/512':>11} "
+    f"{'chip':6} {'shape':14} {'mode':8} {'page':>4} {'kv':13}  {'VMEM MiB':>8} {'SMEM KiB':>8}  {'bundles/512':>11} "
     f"{'others':>6}  {'MXU':>4} {'XLU':>4} {'VALU':>4} {'load':>4} {'store':>5}  {'HBM us':>7} {'comp us':>7} "
     f"{'bound by':8} predicted"
 )
 
 
 def _line(row: dict[str, Any]) -> str:
-    name = f"{row['chip']:6} {row['shape']:14} {row['mode']:8} {row['page_size']:>4}"
+    name = f"{row['chip']:6} {row['shape']:14} {row['mode']:8} {row['page_size']:>4} {row['kv_dtype']:13}"
     if row["status"] != "compiled":
         return f"{name}  {row['status']}: {row['reason']}"
     if "loops" not in row:

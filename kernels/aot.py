@@ -6,6 +6,7 @@ copies aside. Of each bundle the compiler also says which units it keeps busy. W
 `bounds.py`, and `jax-paged kernels` prints both.
 """
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -45,6 +46,26 @@ SHAPES = {
 # max_seqs, max_tokens
 MODES = {"decode": (64, 64), "prefill": (1, 2048), "mixed": (64, 512)}
 CONTEXT_TOKENS = 4096
+# Of pools that the accelerators' kernels read under queries in bfloat16; float32 is the TPU's alone.
+KV_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+
+
+def add_pool_arguments(parser: argparse.ArgumentParser, page_sizes: list[int]) -> None:
+    """Gives `parser` the options on pools that the reports on both accelerators share."""
+    parser.add_argument(
+        "--page-sizes", nargs="+", default=page_sizes, type=_tokens, metavar="TOKENS",
+        help=f"{', '.join(map(str, page_sizes))} by default",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-dtypes", nargs="+", default=["bfloat16"], choices=KV_DTYPES, metavar="DTYPE",
+        help=f"of the pool, of {', '.join(KV_DTYPES)}; bfloat16, which queries are, by default",
+    )  # fmt: skip
+
+
+def _tokens(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of tokens, at least 1")
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +205,10 @@ def compile_specs(specs: Sequence[Spec], *, count: bool = True, keep: str | None
         RuntimeError: the compiling process died; with the end of what it said.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise ModuleNotFoundError("compiling for TPU needs libtpu, which pip install 'jax-paged[tpu]' brings")
+        raise ModuleNotFoundError(
+            "compiling for TPU needs libtpu, which pip install 'jax-paged[tpu]' brings; in a checkout, "
+            "uv run --isolated --group tpu-compiler jax-paged kernels does without installing it"
+        )
     return _compile_elsewhere(specs, count, keep)
 
 

@@ -1,4 +1,4 @@
-"""The public calls: validate the arguments, choose an implementation, fall back where none is faster.
+"""The public calls: check the arguments (`checks.py`), choose an implementation, fall back where none is faster.
 
 An implementation is a module with `supports(call) -> str | None` (None, or why not) and
 `ragged_paged_attention(...)` with the arguments of the public one except `implementation`, scales and sinks as
@@ -6,28 +6,34 @@ float32 arrays or None, and one more, `decode_only`: a promise that token i is t
 """
 
 import importlib
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
+
+from .checks import (
+    QUANTISED_DTYPES,
+    as_integers,
+    as_scale,
+    as_sinks,
+    check_arrays,
+    check_interpret,
+    check_options,
+    check_pool,
+)
 
 _MODULES = {"reference": ".reference", "xla": ".xla", "pallas_tpu": ".tpu", "pallas_gpu": ".gpu"}
 IMPLEMENTATIONS = tuple(_MODULES)
 # What each platform (as `jax.devices()[0].platform` has it) prefers; "xla" runs everywhere and is the rest.
+_PLATFORMS = ("cpu", "gpu", "tpu")
 _PREFERRED = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 # The name under which `lax.platform_dependent` knows the platform an implementation is compiled for.
 _LOWERING_PLATFORM = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
-
-_Q_DTYPES = ("float32", "bfloat16", "float16")
-_QUANTISED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-_KV_DTYPES = (*_Q_DTYPES, *_QUANTISED_DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,9 +276,9 @@ def write_kv(
         >>> kv_pages = write_kv(kv_pages, k, v, page_id * page_size + offset)
     """
     kv_pages, k, v = map(jnp.asarray, (kv_pages, k, v))
-    slots = _integers("slot_mapping", slot_mapping)
-    _check_pool(kv_pages)
-    _check_interpret(interpret)
+    slots = as_integers("slot_mapping", slot_mapping)
+    check_pool(kv_pages)
+    check_interpret(interpret)
     *_, num_kv_heads_twice, head_dim = kv_pages.shape
     if not (k.ndim == 3 and k.shape == v.shape and k.shape[1:] == (num_kv_heads_twice // 2, head_dim)):
         raise ValueError(
@@ -286,8 +292,8 @@ def write_kv(
             f"{slots.shape=}, {slots.dtype=} of slot_mapping must be ({k.shape[0]},) and int32, a slot for each token; "
             "pad with num_pages * page_size, and use .astype(jnp.int32)"
         )
-    k = _quantise(k, _as_scale("k_scale", k_scale), kv_pages.dtype)
-    v = _quantise(v, _as_scale("v_scale", v_scale), kv_pages.dtype)
+    k = _quantise(k, as_scale("k_scale", k_scale), kv_pages.dtype)
+    v = _quantise(v, as_scale("v_scale", v_scale), kv_pages.dtype)
     kv = jnp.stack([k, v], axis=2).reshape(-1, num_kv_heads_twice, head_dim)
 
     return _change_pool("write", (kv_pages, kv, slots), _scatter, implementation, interpret)
@@ -318,10 +324,13 @@ def copy_pages(
     Raises:
         ValueError: shapes or dtypes that do not fit together, or an unknown implementation.
         NotImplementedError: a named implementation that cannot do this; the message names the limit.
+
+    Example:
+        >>> kv_pages = copy_pages(kv_pages, shared_pages, new_pages)
     """
-    kv_pages, src, dst = jnp.asarray(kv_pages), _integers("src", src), _integers("dst", dst)
-    _check_pool(kv_pages)
-    _check_interpret(interpret)
+    kv_pages, src, dst = jnp.asarray(kv_pages), as_integers("src", src), as_integers("dst", dst)
+    check_pool(kv_pages)
+    check_interpret(interpret)
     if not (src.ndim == 1 and src.shape == dst.shape and src.dtype == dst.dtype == jnp.int32):
         raise ValueError(
             f"{src.shape=}, {src.dtype=} and {dst.shape=}, {dst.dtype=} must both be (n,) and int32; pad with num_pages"
@@ -384,10 +393,15 @@ def choose_implementation(call: AttentionCall, platform: str | None = None) -> t
     Returns:
         The implementation's name, and the reason.
 
+    Raises:
+        ValueError: another platform.
+
     Example:
         >>> choose_implementation(call)
         ('xla', "no kernel is written for platform 'cpu'; xla runs everywhere")
     """
+    if platform not in (None, *_PLATFORMS):
+        raise ValueError(f"{platform=} must be None or one of {', '.join(_PLATFORMS)}")
     platform = platform or _default_platform()
     name = _PREFERRED.get(platform)
     if name is None:
@@ -406,14 +420,14 @@ def _attention(
 ) -> Any:
     q, kv_pages, *integers = array_likes
     names = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
-    arrays = (jnp.asarray(q), jnp.asarray(kv_pages), *map(_integers, names, integers))
-    _check_arrays(*arrays)
+    arrays = (jnp.asarray(q), jnp.asarray(kv_pages), *map(as_integers, names, integers))
+    check_arrays(*arrays)
     scales_and_sinks = {
-        "k_scale": _as_scale("k_scale", extras["k_scale"]),
-        "v_scale": _as_scale("v_scale", extras["v_scale"]),
-        "sinks": _as_sinks(extras["sinks"], num_q_heads=arrays[0].shape[1]),
+        "k_scale": as_scale("k_scale", extras["k_scale"]),
+        "v_scale": as_scale("v_scale", extras["v_scale"]),
+        "sinks": as_sinks(extras["sinks"], num_q_heads=arrays[0].shape[1]),
     }
-    options = _check_options(**options)
+    options = check_options(**options)
     if options["sliding_window"] is not None:
         # No position is further from another; with much more, differences would overflow.
         longest = arrays[3].shape[1] * arrays[1].shape[1] + arrays[0].shape[0]
@@ -513,108 +527,6 @@ def _describe(
     )
 
 
-def _check_pool(kv_pages: jax.Array) -> None:
-    shape = kv_pages.shape
-    if len(shape) != 4 or 0 in shape or shape[2] % 2:
-        raise ValueError(
-            f"kv_pages.{shape=} must be (num_pages, page_size, 2 * num_kv_heads, head_dim), no axis empty, K and V "
-            "heads interleaved on the third; jnp.stack([k, v], axis=3) followed by a reshape makes it so"
-        )
-    if kv_pages.dtype.name not in _KV_DTYPES:
-        raise ValueError(f"{kv_pages.dtype=} must be one of {', '.join(_KV_DTYPES)}; cast the pool")
-
-
-def _check_arrays(
-    q: jax.Array,
-    kv_pages: jax.Array,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
-) -> None:
-    _check_pool(kv_pages)
-    if q.ndim != 3 or 0 in q.shape:
-        raise ValueError(f"{q.shape=} must be (tokens, num_q_heads, head_dim), no axis empty")
-    if q.dtype.name not in _Q_DTYPES:
-        raise ValueError(f"{q.dtype=} must be one of {', '.join(_Q_DTYPES)}; cast q")
-    if q.shape[2] != kv_pages.shape[3]:
-        raise ValueError(f"{q.shape=} and {kv_pages.shape=} must agree in head_dim, their last axis; pad the smaller")
-    num_kv_heads = kv_pages.shape[2] // 2
-    if q.shape[1] % num_kv_heads:
-        raise ValueError(
-            f"num_q_heads={q.shape[1]} must be a multiple of num_kv_heads={num_kv_heads} (half of {kv_pages.shape[2]=})"
-        )
-    if page_indices.ndim != 2 or 0 in page_indices.shape:
-        raise ValueError(f"{page_indices.shape=} must be (max_seqs, pages_per_seq), no axis empty")
-    max_seqs = page_indices.shape[0]
-    for name, array, shape in (
-        ("kv_lens", kv_lens, (max_seqs,)),
-        ("page_indices", page_indices, page_indices.shape),
-        ("cu_q_lens", cu_q_lens, (max_seqs + 1,)),
-        ("num_seqs", num_seqs, (1,)),
-    ):
-        if array.shape != shape:
-            raise ValueError(f"{name}.shape={array.shape} must be {shape}, with {max_seqs=} from page_indices")
-        if array.dtype != jnp.int32:
-            raise ValueError(f"{name}.dtype={array.dtype} must be int32; use {name}.astype(jnp.int32)")
-
-
-def _check_options(*, sliding_window: int | None, soft_cap: float | None, **options: Any) -> dict[str, Any]:
-    sm_scale, causal = options.pop("sm_scale"), options.pop("causal")
-    _check_interpret(options["interpret"])
-    for name, flag in (("causal", causal), ("return_lse", options["return_lse"])):
-        if not isinstance(flag, bool | np.bool_):
-            raise ValueError(f"{name}={flag!r} must be True or False, and static: it is compiled in")
-    if not math.isfinite(_number(sm_scale)):
-        raise ValueError(f"{sm_scale=} must be a finite Python float; multiply q by a traced scale instead")
-    if sliding_window is not None:
-        window = _number(sliding_window)
-        if isinstance(sliding_window, bool) or not (window >= 1 and window.is_integer()):
-            raise ValueError(f"{sliding_window=} must be a whole number >= 1; use None for no window")
-        if not causal:
-            raise NotImplementedError(
-                f"{sliding_window=} with causal=False is not defined (before the token, or to both sides?); "
-                "use causal=True, or sliding_window=None"
-            )
-    if soft_cap is not None and not 0 < _number(soft_cap) < math.inf:
-        raise ValueError(f"{soft_cap=} must be finite and > 0; use None for no cap")
-    # Plain Python numbers: the options become a compilation key.
-    return {
-        "sm_scale": float(sm_scale),
-        "causal": bool(causal),
-        "sliding_window": None if sliding_window is None else int(sliding_window),
-        "soft_cap": None if soft_cap is None else float(soft_cap),
-        **options,
-    }
-
-
-def _number(x: Any) -> float:
-    """As a Python float; NaN for what is none, or not known yet."""
-    if isinstance(x, jax.core.Tracer | str | bytes):
-        return math.nan
-    try:
-        return float(x)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
-def _integers(name: str, values: ArrayLike) -> jax.Array:
-    """As an array; jax would cut values of more than 32 bits without a word."""
-    if not isinstance(values, jax.Array):
-        values = np.asarray(values)
-        if values.dtype.kind in "iu" and values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
-            raise ValueError(
-                f"{name} has {values.min()} to {values.max()}, which must fit int32; for no page use num_pages"
-            )
-    return jnp.asarray(values)
-
-
-def _check_interpret(interpret: Any) -> None:
-    # 1 is equal to True, and would be remembered as it.
-    if not isinstance(interpret, bool) and not is_dataclass(interpret):
-        raise ValueError(f"{interpret=} must be True, False or the parameters of a Pallas interpreter")
-
-
 def _check_platform(implementation: str | None, interpret: Any, *arrays: jax.Array) -> None:
     """Outside of a jit, which may be compiled for any platform, a call runs on the default one."""
     platform = _default_platform()
@@ -627,38 +539,14 @@ def _check_platform(implementation: str | None, interpret: Any, *arrays: jax.Arr
         )
 
 
-def _is_real(x: jax.Array) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer))
-
-
-def _as_scale(name: str, scale: ArrayLike | None) -> jax.Array | None:
-    if scale is None:
-        return None
-    scale = jnp.asarray(scale)
-    if scale.shape != () or not _is_real(scale):
-        raise ValueError(
-            f"{name} of shape {scale.shape}, dtype {scale.dtype} must be a real number: one scale per pool"
-        )
-    return scale.astype(jnp.float32)
-
-
-def _as_sinks(sinks: ArrayLike | None, num_q_heads: int) -> jax.Array | None:
-    if sinks is None:
-        return None
-    sinks = jnp.asarray(sinks)
-    if sinks.shape != (num_q_heads,) or not _is_real(sinks):
-        raise ValueError(f"{sinks.shape=}, {sinks.dtype=} must be ({num_q_heads},) and real: one logit per query head")
-    return sinks.astype(jnp.float32)
-
-
 def _quantise(x: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    if dtype.name not in _QUANTISED_DTYPES and scale is None:
+    if dtype.name not in QUANTISED_DTYPES and scale is None:
         return x.astype(dtype)
     x = x.astype(jnp.float32)
     x = x if scale is None else x / scale
     if dtype == jnp.int8:
         x = jnp.clip(jnp.round(x), -128, 127)
-    elif dtype.name in _QUANTISED_DTYPES:
+    elif dtype.name in QUANTISED_DTYPES:
         # A cast past the finite range gives NaN in e4m3fn and inf in e5m2.
         x = jnp.clip(x, float(jnp.finfo(dtype).min), float(jnp.finfo(dtype).max))
     return x.astype(dtype)

@@ -466,6 +466,11 @@ def test_the_default_platform_here_is_asked_for() -> None:
     assert kernels.choose_implementation(some_call()) == kernels.choose_implementation(some_call(), "cpu")
 
 
+def test_a_platform_that_jax_does_not_know_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"platform='cuda' must be None or one of cpu, gpu, tpu"):
+        kernels.choose_implementation(some_call(), "cuda")
+
+
 def test_what_a_kernel_does_not_support_falls_back_and_says_why(fake_kernel: SimpleNamespace) -> None:
     name, reason = kernels.choose_implementation(some_call(sliding_window=9), "tpu")
     assert name == "xla"

@@ -119,7 +119,7 @@ def test_the_rehearsal_runs_to_its_end(
 ) -> None:
     if not request.config.getoption("--long"):
         pytest.skip("runs with --long")
-    assert gpu.main(["--dry-run", "--json", str(tmp_path / "gpu.json")]) == 0
+    assert gpu.main(["--dry-run", "--json-file", str(tmp_path / "gpu.json")]) == 0
     printed = capsys.readouterr().out
     assert "page 16 bfloat16" in printed
     found = json.loads((tmp_path / "gpu.json").read_text())

@@ -1,14 +1,14 @@
 """The TPU benchmark, where there is no TPU."""
 
+import numpy as np
 import pytest
 
 from jax_paged.bench import tpu
 
 
 def test_without_a_tpu_the_benchmark_says_how_to_rehearse_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tpu.main([])
-    assert "no TPU here, jax runs on 'cpu'; --interpret" in capsys.readouterr().err
+    assert tpu.main([]) == 2
+    assert "no TPU here, jax runs on 'cpu'; --dry-run" in capsys.readouterr().err
 
 
 def test_the_rehearsal_checks_decode_and_prefill(
@@ -16,10 +16,24 @@ def test_the_rehearsal_checks_decode_and_prefill(
 ) -> None:
     if not request.config.getoption("--long"):
         pytest.skip("runs with --long")
-    tpu.main(["--interpret"])
+    assert tpu.main(["--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "decode, 2 rows of 40, page 16: error" in printed
-    assert "prefill of 9, 2 rows of 40, page 16: error" in printed
+    assert "gemma3-4b, decode, 2 rows of 40, page 16: error" in printed
+    assert "smollm2-135m, prefill of 9, 2 rows of 40, page 16: error" in printed
+    assert "7 of 7 right: an error of at most 1e-02 of the norm" in printed
+
+
+def test_a_wrong_result_is_a_line_and_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = iter([1e-3, 2e-2, np.nan])
+    monkeypatch.setattr(tpu, "_REHEARSAL", tpu.CASES[:3])
+    monkeypatch.setattr(tpu, "measure", lambda case, interpret: tpu.Result(case=case, error=next(errors)))
+    assert tpu.main(["--dry-run"]) == 1
+    right, *wrong, verdict = capsys.readouterr().out.splitlines()
+    assert right.endswith("error 1.0e-03")
+    assert all(line.endswith("WRONG") for line in wrong)
+    assert verdict.startswith("1 of 3 right")
 
 
 def test_shares_are_of_the_bytes_and_products_that_a_case_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,7 +357,7 @@ def test_the_kernel_compiles_for_an_h200_without_spills(plain_env: dict[str, str
         pytest.skip(missing)
     command = [sys.executable, "-m", "jax_paged.kernels.gpu.aot", "--gpus", "h200", "--shapes", "gemma3-4b"]
     result = subprocess.run(
-        [*command, "--modes", "mixed", "--pages", "16"], env=plain_env, capture_output=True, text=True, check=False
+        [*command, "--modes", "mixed", "--page-sizes", "16"], env=plain_env, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "paged_prefill" in result.stdout

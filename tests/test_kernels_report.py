@@ -142,14 +142,14 @@ def test_the_report_prints_a_row_a_shape_and_its_assumptions(
 
 def test_without_libtpu_the_error_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"jax-paged\[tpu\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"jax-paged\[tpu\].*uv run --isolated --group tpu-compiler"):
         aot.compile_specs([])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kv-dtype", "foo"], "invalid choice: 'foo' (choose from"),
+        (["--kv-dtypes", "foo"], "argument --kv-dtypes: invalid choice: 'foo' (choose from"),
         (["--page-sizes", "0"], "'0' must be a whole number of tokens, at least 1"),
         (["--blocks", "{"], "'{' is no JSON object"),
         (

@@ -1,6 +1,6 @@
 """The GPU kernel on a GPU: is it right, and how fast is it.
 
-    python -m jax_paged.bench.gpu --json gpu.json
+    python -m jax_paged.bench.gpu --json-file gpu.json
 
 First every named shape against the reference, with NaN wherever nothing may be read. Then decode and prefill, timed
 against JAX's own paged attention, the XLA path and, where torch is installed, its SDPA and FlexAttention. Rates are
@@ -196,7 +196,7 @@ def _format_result(r: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; 1 if the kernel was wrong or did not run, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results there too")
+    parser.add_argument("--json-file", type=Path, metavar="FILE", help="write what is found there, too, as it is found")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, interpreted")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="175; with --dry-run, 900")
     args = parser.parse_args(argv)
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
     limit_s = args.time_limit or (900 if args.dry_run else 175)
-    report = Report(path=args.json, deadline=time.monotonic() + limit_s)
+    report = Report(path=args.json_file, deadline=time.monotonic() + limit_s)
     if args.dry_run:
         report.call_limit_s = limit_s  # what is interpreted does not hang, but it may be slow
     with Worker() as worker:

@@ -1,11 +1,12 @@
 """`python -m jax_paged.bench.tpu`: the TPU kernel checked and timed on the TPU that is here, beside JAX's own op.
 
-With --interpret the same steps run without a TPU, at a small size and untimed: a rehearsal.
+With --dry-run the same steps run without a TPU, interpreted, at a small size and untimed: a rehearsal.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -42,13 +43,13 @@ class Case:
 
 CASES = (
     *(Case(shape="llama3-8b", num_rows=64, context=4096, page_size=page) for page in (16, 128)),
-    Case(shape="llama3-70b-tp8", num_rows=64, context=4096),
+    *(Case(shape=shape, num_rows=64, context=4096) for shape in SHAPES if shape not in ("llama3-8b", "qwen3-8b")),
     *(Case(shape="llama3-8b", num_rows=1, context=4096, q_tokens=4096, page_size=page) for page in (16, 128)),
 )
 
 _REHEARSAL = (
-    Case(shape="llama3-70b-tp8", num_rows=2, context=40),
-    Case(shape="llama3-70b-tp8", num_rows=2, context=40, q_tokens=9),
+    *(Case(shape=shape, num_rows=2, context=40) for shape in SHAPES if shape != "qwen3-8b"),
+    *(Case(shape=shape, num_rows=2, context=40, q_tokens=9) for shape in ("llama3-70b-tp8", "smollm2-135m")),
 )
 
 
@@ -63,20 +64,19 @@ class Result:
     hbm_share: float | None = None
     peak_share: float | None = None
 
+    @property
+    def is_right(self) -> bool:
+        return self.error <= TOLERANCE  # False for NaN
+
 
 def measure(case: Case, *, interpret: bool = False, repeats: int = 20) -> Result:
-    """Checks a case against the XLA path, and times it unless it is interpreted.
-
-    Raises:
-        AssertionError: the kernel's error is above `TOLERANCE`.
-    """
+    """Compares a case with the XLA path, and times it unless it is interpreted."""
     arrays, options = _batch(case)
     attend = partial(kernels.ragged_paged_attention, **options)
     kernel = jax.jit(partial(attend, implementation="pallas_tpu", interpret=interpret))
     got, want = kernel(*arrays), jax.jit(partial(attend, implementation="xla"))(*arrays)
     difference = np.asarray(got, np.float32) - np.asarray(want, np.float32)
     error = float(np.linalg.norm(difference) / np.linalg.norm(np.asarray(want, np.float32)))
-    assert error <= TOLERANCE, f"{case}: error {error:.2e} of the norm, {TOLERANCE:.0e} allowed"
     if interpret:
         return Result(case=case, error=error)
     if case.q_tokens == 1:
@@ -150,25 +150,30 @@ def _shares(case: Case, kernel_us: float) -> tuple[float | None, float | None]:
     return None, flops / (info.bf16_ops_per_second * info.num_cores) / seconds
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark from the command line."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark from the command line; 1 if the kernel was wrong, 2 if there is no TPU."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--interpret", action="store_true", help="rehearse without a TPU: small and untimed")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--dry-run", action="store_true", help="rehearse without a TPU: small, interpreted, untimed")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     args = parser.parse_args(argv)
-    if not args.interpret and jax.default_backend() != "tpu":
-        parser.error(f"no TPU here, jax runs on {jax.default_backend()!r}; --interpret rehearses without one")
-    cases = _REHEARSAL if args.interpret else CASES
-    results = [measure(case, interpret=args.interpret) for case in cases]
+    if not args.dry_run and jax.default_backend() != "tpu":
+        print(f"no TPU here, jax runs on {jax.default_backend()!r}; --dry-run rehearses without one", file=sys.stderr)
+        return 2
+    results = []
+    for case in _REHEARSAL if args.dry_run else CASES:
+        results.append(measure(case, interpret=args.dry_run))
+        if not args.json:
+            print(_line(results[-1]), flush=True)
+    wrong = sum(not result.is_right for result in results)
     if args.json:
         print(json.dumps([asdict(result) for result in results]))
-        return
-    for result in results:
-        print(_line(result))
+    else:
+        print(f"{len(results) - wrong} of {len(results)} right: an error of at most {TOLERANCE:.0e} of the norm")
+    return int(wrong > 0)
 
 
 def _line(result: Result) -> str:
-    line = f"{result.case}: error {result.error:.1e}"
+    line = f"{result.case}: error {result.error:.1e}" + ("" if result.is_right else ", WRONG")
     if result.kernel_us is None:
         return line
     line += f", {result.kernel_us:.0f} us"
@@ -182,4 +187,4 @@ def _line(result: Result) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

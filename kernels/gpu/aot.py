@@ -4,7 +4,7 @@ XLA and ptxas compile for any GPU on any x86-64 Linux machine. They need three p
 own since the CUDA plugin complains at each start where there is no driver:
 
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc
-    python -m jax_paged.kernels.gpu.aot --gpus h100 h200 --shapes llama3-8b --modes decode --pages 16 64
+    python -m jax_paged.kernels.gpu.aot --gpus h100 h200 --shapes llama3-8b --modes decode --page-sizes 16 64
 
 Exits with 1 if anything spills registers or does not compile; what the kernel refuses is no failure.
 """
@@ -22,13 +22,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..aot import CONTEXT_TOKENS, SHAPES
+from ..aot import CONTEXT_TOKENS, SHAPES, add_pool_arguments
 from ..api import AttentionCall
 from . import ragged_paged_attention, supports, why_not_on
 from .attention import Kernel
@@ -267,10 +266,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", nargs="+", choices=GPUS, default=list(GPUS))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--pages", nargs="+", type=int, default=[16, 64, 128])
-    parser.add_argument("--kv-dtypes", nargs="+", default=["bfloat16"], help="of the pool: int8, float8_e4m3fn, ...")
+    add_pool_arguments(parser, page_sizes=[16, 64, 128])
     parser.add_argument("--none-refused", action="store_true", help="exit with 1 where the kernel refuses a call, too")
-    parser.add_argument("--json", type=Path, help="write the results there too")
+    parser.add_argument("--json", action="store_true", help="everything found, as JSON")
     args = parser.parse_args(argv)
     if missing := missing_toolchain():
         print(missing, file=sys.stderr)
@@ -278,13 +276,14 @@ def main(argv: list[str] | None = None) -> int:
     start_toolchain()
     results: list[dict[str, Any]] = []
     for gpu, shape, mode, page_size, kv_dtype in itertools.product(
-        args.gpus, args.shapes, args.modes, args.pages, args.kv_dtypes
+        args.gpus, args.shapes, args.modes, args.page_sizes, args.kv_dtypes
     ):
         found = compile_spec(GPUS[gpu], Spec(shape=shape, mode=mode, page_size=page_size, kv_dtype=kv_dtype))
-        print(format_table(found).split("\n", int(bool(results)))[-1], flush=True)
+        if not args.json:
+            print(format_table(found).split("\n", int(bool(results)))[-1], flush=True)
         results += found
     if args.json:
-        args.json.write_text(json.dumps({"jax": jax.__version__, "results": results}, indent=1) + "\n")
+        print(json.dumps({"jax": jax.__version__, "rows": results}))
     refused = args.none_refused and any("refused" in r for r in results)
     return int(refused or any(r.get("spill_bytes") for r in results))
 
