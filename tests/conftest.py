@@ -5,6 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Each of pytest's processes gets cores of its own, where there are enough: XLA would use all of them in each, and two
+# that share all get in each other's way. To be set before any thread starts.
+_WORKER, _NUM_WORKERS = (os.environ.get(f"PYTEST_XDIST_WORKER{name}") for name in ("", "_COUNT"))
+if _WORKER and _NUM_WORKERS and hasattr(os, "sched_setaffinity"):
+    _CORES = sorted(os.sched_getaffinity(0))[int(_WORKER.removeprefix("gw")) :: int(_NUM_WORKERS)]
+    if _CORES:
+        os.sched_setaffinity(0, _CORES)
+
 # Nearly all of the tests' time is compilation; this halves it. Processes that the tests start are compiled as usual.
 _FLAGS_BEFORE = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{_FLAGS_BEFORE} --xla_backend_optimization_level=0"
@@ -53,11 +61,26 @@ def numpy_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Each file runs in one process: the longest first, so that no process ends long after the others.
-_LONGEST = ("test_reference", "test_examples", "test_cli", "test_any_program", "test_branching", "test_attention")
+_LONGEST = [
+    "reference",
+    "examples",
+    "gpu_kernel",
+    "engine",
+    "attention",
+    "cli",
+    "any_program",
+    "tpu_kernel",
+    "branching",
+]
+
+
+def _place(item: pytest.Item) -> int:
+    name = item.path.stem.removeprefix("test_")
+    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST))
+    items.sort(key=_place)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
