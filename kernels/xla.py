@@ -2,8 +2,8 @@
 
 Two parts in one program, so that one compilation serves every mix of lengths:
 
-* **decode**: all rows of one query token together, a loop over blocks of pages of all of them at once. Leading pages
-  that all of them have in common are read once (as in cascade inference, arXiv 2501.01005, section 3.1.2);
+* **decode**: the rows of one query token, on a CPU some at a time, a loop over blocks of pages of them at once. Leading
+  pages that all rows have in common are read once (as in cascade inference, arXiv 2501.01005, section 3.1.2);
 * **prefill**: the other rows, cut into tiles of query tokens, one tile at a time, a loop over its KV blocks.
 
 Both loops run as often as the longest row in the batch needs, not as often as the shapes allow, and a part with
@@ -25,6 +25,8 @@ from .sums import running_sums
 # KV tokens per loop step: fewer, larger operations win on CPU, until a short row pays for much it does not need.
 _DECODE_BLOCK_TOKENS = 128
 _PREFILL_BLOCK_TOKENS = 256
+# Rows of a decode together, on a CPU: a long one makes only so many others go through its blocks.
+_DECODE_ROWS = 8
 # Query tokens together: larger tiles serve long prompts, smaller ones the short rests of cached ones.
 _PREFILL_TILE_TOKENS = 64
 # A prefix that so many rows may share is worth the code that reads it once for all of them.
@@ -126,30 +128,69 @@ def _decode(
     num_pages, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
     num_rows, num_q_heads, _ = q.shape
     num_kv_heads = num_kv_heads_twice // 2
+    rows_together = min(num_rows, _DECODE_ROWS) if jax.default_backend() == "cpu" else num_rows
+    if padding := -num_rows % rows_together:
+        q, kv_lens, page_indices = (
+            jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))) for x in (q, kv_lens, page_indices)
+        )
+    q = q.astype(options.dot_dtype).reshape(-1, num_q_heads // num_kv_heads, head_dim)
 
+    # Where each token lies. The same for all layers, whose common parts are computed, and compiled, once.
+    slots = jnp.clip(page_indices, 0, num_pages - 1)[:, :, None] * page_size + jnp.arange(page_size)
+    slots = slots.reshape(len(kv_lens), -1)
+    slots = jnp.pad(slots, ((0, 0), (0, -slots.shape[1] % _DECODE_BLOCK_TOKENS)))
+
+    sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (len(kv_lens), 1))
+    state = _empty_softmax(q.shape[:2], head_dim, sinks)
+    first_block = jnp.int32(0)
+    if share and num_rows >= _MIN_ROWS_TO_SHARE and options.sliding_window is None:
+        state, first_block = _decode_shared(state, q, kv_pages, kv_lens, page_indices, options)
+
+    def attend(rows: tuple[_Softmax, jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return _normalised(_decode_blocks(*rows, first_block, kv_pages, options), options)
+
+    rows = (state, q, kv_lens, slots)
+    if rows_together == len(kv_lens):
+        out, lse = attend(rows)
+    else:
+        num_groups = len(kv_lens) // rows_together
+        out, lse = jax.lax.map(attend, jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), rows))
+    return out.reshape(-1, num_q_heads, head_dim)[:num_rows], lse.reshape(-1, num_q_heads)[:num_rows]
+
+
+def _decode_blocks(
+    state: _Softmax,
+    q: jax.Array,
+    kv_lens: jax.Array,
+    slots: jax.Array,
+    first_block: jax.Array,
+    kv_pages: jax.Array,
+    options: _Options,
+) -> _Softmax:
+    """Takes the blocks of some rows into the state, as many as the longest of them has.
+
+    Args:
+      state: of [rows * num_kv_heads, group].
+      q: [rows * num_kv_heads, group, head_dim].
+      kv_lens: i32[rows].
+      slots: i32[rows, tokens], where in the pool each token lies.
+      first_block: i32[], those before it are in the state; with a window, each row has its own first.
+      kv_pages, options: as in `_decode`.
+    """
+    _, _, num_kv_heads_twice, head_dim = kv_pages.shape
+    num_rows, num_kv_heads = kv_lens.shape[0], num_kv_heads_twice // 2
     # Keys and values are gathered a (token, head) at a time, straight into the order that makes one batched product
     # of all rows and KV heads: [rows * num_kv_heads, tokens, head_dim].
     vectors = kv_pages.reshape(-1, head_dim)
     head = 2 * jnp.arange(num_kv_heads)[:, None]
-    q = q.astype(options.dot_dtype).reshape(num_rows * num_kv_heads, -1, head_dim)
 
     def per_head(x: jax.Array) -> jax.Array:
         """[rows, tokens] to [rows * num_kv_heads, tokens]"""
         return jnp.repeat(x, num_kv_heads, axis=0)
 
-    # Where each token lies. The same for all layers, whose common parts are computed, and compiled, once.
-    slots = jnp.clip(page_indices, 0, num_pages - 1)[:, :, None] * page_size + jnp.arange(page_size)
-    slots = slots.reshape(num_rows, -1)
-    slots = jnp.pad(slots, ((0, 0), (0, -slots.shape[1] % _DECODE_BLOCK_TOKENS)))
-
     first_pos = _window_start(kv_lens - 1, options)
-    # With a window each row has its own first block, without one they have it in common.
     is_windowed = options.sliding_window is not None
-    first_block = first_pos // _DECODE_BLOCK_TOKENS if is_windowed else jnp.int32(0)
-    sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (num_rows, 1))
-    state = _empty_softmax(q.shape[:2], head_dim, sinks)
-    if share and num_rows >= _MIN_ROWS_TO_SHARE and not is_windowed:
-        state, first_block = _decode_shared(state, q, kv_pages, kv_lens, page_indices, options)
+    first_block = first_pos // _DECODE_BLOCK_TOKENS if is_windowed else first_block
     num_blocks = jnp.maximum(-(-kv_lens // _DECODE_BLOCK_TOKENS) - first_block, 0)
 
     def step(block: jax.Array, state: _Softmax) -> _Softmax:
@@ -167,9 +208,7 @@ def _decode(
         logits = _dot("bgd,btd->bgt", q, k, options)
         return _online_softmax(state, logits, seen[:, None], "bgt,btd->bgd", v, options)
 
-    state = jax.lax.fori_loop(0, jnp.max(num_blocks), step, state)
-    out, lse = _normalised(state, options)
-    return out.reshape(num_rows, num_q_heads, head_dim), lse.reshape(num_rows, num_q_heads)
+    return jax.lax.fori_loop(0, jnp.max(num_blocks), step, state)
 
 
 def _decode_shared(

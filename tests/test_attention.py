@@ -163,10 +163,7 @@ def test_logits_far_apart_neither_overflow_nor_vanish(implementation: str) -> No
     assert bool(jnp.isfinite(lse[:num_tokens]).all())
 
 
-@pytest.mark.parametrize("name", ["decode_lengths_around_a_page", "decode_one_row"])
-@implementations
-def test_paged_attention_is_ragged_attention_of_single_tokens(implementation: str, name: str) -> None:
-    case = BY_NAME[name]
+def assert_decode_matches_reference(case: Case, implementation: str) -> None:
     batch, n = make_batch(case, 0, jnp.float32), len(case.kv_lens)
     assert case.decode_only
     got = kernels.paged_attention(
@@ -180,6 +177,35 @@ def test_paged_attention_is_ragged_attention_of_single_tokens(implementation: st
     )
     for x, want in zip(got, reference(batch), strict=True):
         assert_matches_reference(x, want[:n], jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["decode_lengths_around_a_page", "decode_one_row"])
+@implementations
+def test_paged_attention_is_ragged_attention_of_single_tokens(implementation: str, name: str) -> None:
+    assert_decode_matches_reference(BY_NAME[name], implementation)
+
+
+# More rows than XLA's path takes together on a CPU, no multiple of so many, and enough to look for pages in common.
+MANY_ROWS = Case(
+    name="nothing_in_common", kv_lens=(300, 130, 0, 150, 257, 129, 256, 1, *[140] * 10), q_lens=(1,) * 18, head_dim=16,
+    max_seqs=18, max_tokens=18, pool_tokens=18 * 320,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        MANY_ROWS,
+        replace(MANY_ROWS, name="windowed", sliding_window=9),
+        # A block of 128 tokens in common, but for the empty row; several; one that a row is too short to have whole.
+        replace(MANY_ROWS, name="a_block_in_common", kv_lens=(300, 257, 0, *[280] * 15), shared_pages=8),
+        replace(MANY_ROWS, name="blocks_in_common", kv_lens=(300,) * 18, shared_pages=17, sinks=True, soft_cap=3.0),
+        replace(MANY_ROWS, name="a_row_too_short", kv_lens=(300, 127, *[140] * 16), shared_pages=8, v_scale=2.0),
+    ],
+    ids=str,
+)
+def test_xla_matches_the_reference_on_decodes_of_many_rows(case: Case) -> None:
+    assert_decode_matches_reference(case, "xla")
 
 
 def test_lse_is_returned_only_when_asked_for_and_changes_nothing() -> None:
