@@ -44,7 +44,8 @@ def beam_search(
 
     An extension by an end token is set aside as finished, and does not take a beam's place. In the end, the finished
     and the unfinished ones are ranked together by log-probability / length ** length_penalty, the length being that of
-    the continuation, its end token included.
+    the continuation, its end token included. A beam ends where the model gives NaN; if none is left, the only output
+    has the finish reason "error:<why>".
 
     Args:
       llm: the engine.
@@ -62,7 +63,7 @@ def beam_search(
       ValueError: a width or length that cannot be.
       RequestError: a prompt with which this cannot run.
     """
-    ends: frozenset[int] = frozenset() if ignore_eos else frozenset(getattr(llm.config, "eos_token_ids", ()))
+    ends: frozenset[int] = frozenset() if ignore_eos else frozenset(llm._intake.end_tokens())
     beam_width, max_tokens = integers(1, beam_width=beam_width, max_tokens=max_tokens)
     if not isinstance(length_penalty, int | float) or not abs(length_penalty) <= _MAX_LENGTH_PENALTY:
         raise ValueError(f"{length_penalty=} must be a number of at most {_MAX_LENGTH_PENALTY} in size")
@@ -98,6 +99,7 @@ class _Search:
     beams: list[_Beam]
     finished: list[_Beam]
     prefill: RequestOutput
+    error: str | None = None  # why a beam could not go on
 
     def close(self) -> None:
         for beam in self.beams:
@@ -117,7 +119,9 @@ def _step(llm: "LLM", searches: list[_Search], params: SamplingParams, beam_widt
         for beam in search.beams:
             assert beam.branch is not None
             (sample,) = outputs[beam.branch].outputs
-            assert sample.top_logprobs is not None
+            if not sample.top_logprobs:
+                search.error = sample.finish_reason
+                continue
             candidates += [(beam, token, logprob) for token, logprob in sample.top_logprobs[0].items()]
         candidates.sort(key=lambda c: -(c[0].logprob + c[2]))  # stable: among equals the better beam first
         old, search.beams = search.beams, []
@@ -146,7 +150,7 @@ def _output(
     beams = sorted(
         [*search.finished, *search.beams], key=lambda beam: -beam.logprob / len(beam.token_ids) ** length_penalty
     )
-    outputs = []
+    outputs = [] if beams else [CompletionOutput(0, "", [], [], 0.0, search.error)]
     for i, beam in enumerate(beams[:beam_width]):
         is_end = beam.token_ids[-1] in ends
         text_ids = beam.token_ids[:-1] if is_end else beam.token_ids

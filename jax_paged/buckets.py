@@ -76,7 +76,8 @@ class Buckets:
         if self._exact:
             return self.sizes[0]
         is_scored = any(row.seq.next_score < row.seq.num_prompt for row in plan.rows)
-        tokens_read = sum(row.num_tokens * (row.start + row.num_tokens) for row in plan.rows if not row.is_decode)
+        prefills = [row for row in plan.rows if row.num_tokens > 1]
+        tokens_read = sum(row.num_tokens * (row.start + row.num_tokens) for row in prefills)
         size = next(
             size
             for size in self.sizes

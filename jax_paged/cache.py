@@ -28,6 +28,7 @@ from flax import struct
 
 from jax_paged.errors import InvariantError, OutOfPages
 from jax_paged.kernels import api as kernels
+from jax_paged.kernels.checks import KV_DTYPES
 from jax_paged.kernels.sums import running_sums
 
 __all__ = [
@@ -81,8 +82,8 @@ class CacheSpec:
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1")
         object.__setattr__(self, "dtype", np.dtype(jnp.dtype(self.dtype)))
-        if not (jnp.issubdtype(self.dtype, jnp.floating) or self.dtype == np.int8):
-            raise ValueError(f"dtype={self.dtype.name!r} must be a floating type or int8")
+        if self.dtype.name not in KV_DTYPES:
+            raise ValueError(f"dtype={self.dtype.name!r} must be one of {', '.join(KV_DTYPES)}")
 
     @property
     def page_bytes(self) -> int:

@@ -92,7 +92,8 @@ class LLM:
         laid out in pages: every token goes through one program of `max_seqs` rows, a row each. Long prompts take
         several times as long.
       on_cache_event: told of pages stored, evicted and reused, see `CacheEvent`.
-      dtype: "bfloat16" or "float32", of weights, computation and cache.
+      dtype: "bfloat16" or "float32", of weights, computation and cache; None: bfloat16 for a model that is loaded here,
+        the weights' own for one that is. For an `nnx.Module` it is that of the cache.
       debug_checks: after every step check all books and fill what must not be read with NaN. Slow.
       seed: for requests that bring none.
       tokenizer: for a model of your own.
@@ -124,15 +125,15 @@ class LLM:
         decode_steps_per_call: int | None = None,
         exact: bool = False,
         on_cache_event: Callable[[CacheEvent], object] | None = None,
-        dtype: str = "bfloat16",
+        dtype: str | None = None,
         debug_checks: bool = False,
         seed: int = 0,
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"{dtype=} must be one of {', '.join(DTYPES)}")
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"{dtype=} must be one of {', '.join(DTYPES)}, or None")
         page_size, max_seqs, max_batch_tokens = integers(
             1, page_size=page_size, max_seqs=max_seqs, max_batch_tokens=max_batch_tokens
         )
@@ -150,9 +151,14 @@ class LLM:
         if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
             raise ValueError(f"{tokenizer=} must be a jax_paged Tokenizer, or None")
         if isinstance(model, str | os.PathLike):
-            model = load(os.fspath(model), dtype, progress)
+            model = load(os.fspath(model), dtype or "bfloat16", progress)
         if isinstance(model, LoadedModel):
             tokenizer = tokenizer or model.tokenizer
+            loaded_in = model.weights["embed"].dtype.name
+            if dtype not in (None, loaded_in):
+                raise ValueError(
+                    f"{dtype=} of a model that was loaded in {loaded_in}; leave it out, or load it in {dtype}"
+                )
             model = Llama(model.config, model.weights)
         if not isinstance(model, nnx.Module):
             raise ValueError(f"{model=} must be a model's name or path, what `load` made of one, or an nnx.Module")
@@ -164,7 +170,7 @@ class LLM:
             num_pages=num_pages,
             max_seqs=max_seqs,
             max_model_len=max_model_len,
-            dtype=jnp.dtype(dtype),
+            dtype=jnp.dtype(dtype or _dtype_of(model)),
         )
         self._shape, self._weights = split_model(model)
         self._pool_format = pool_format(jax.devices()[0])
@@ -205,6 +211,7 @@ class LLM:
         self._undelivered: dict[int, RequestOutput] = {}
         self._streams: dict[int, deque[RequestOutput]] = {}
         self._is_busy = False
+        self._has_lost_pool = False
         # What branches hold that nobody refers to any more, and streams' requests likewise.
         self._abandoned: deque[Sequence | Request] = deque()
 
@@ -418,8 +425,8 @@ class LLM:
     # --- The books ---
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and where the pages are now; `free_pages + tree_pages + private_pages ==
-        num_pages`.
+        """Counters since the start, where the pages are now (`free_pages + tree_pages + private_pages` make
+        `num_pages`), and how many sequences are `running`, `waiting` or `held` by branches.
         """
         free = self._scheduler.ledger.num_free
         tree = self._tree.num_pages if self._tree is not None else 0
@@ -428,6 +435,9 @@ class LLM:
             "free_pages": free,
             "tree_pages": tree,
             "private_pages": self.spec.num_pages - free - tree,
+            "running": len(self._scheduler.running),
+            "waiting": len(self._scheduler.waiting),
+            "held": len(self._scheduler.held),
             **self._scheduler.counts,
             "compilations": self._num_compilations,
         }
@@ -487,6 +497,8 @@ class LLM:
         holders = [
             (seq.pages, seq.tokens[: seq.num_computed]) for seq in (*self._scheduler.running, *self._scheduler.held)
         ]
+        if self._tree is not None:
+            holders += [(node.pages, node.tokens) for node in self._tree.nodes()]
         for held, expected in holders:
             found = tokens[held].reshape(-1)[: len(expected)]
             if (found != expected).any():
@@ -537,6 +549,9 @@ class LLM:
         with uninterrupted():
             self._is_busy = True
             try:
+                if self._has_lost_pool:
+                    self._cache = pages.init_cache(self.spec, self._pool_format)
+                    self._has_lost_pool = False
                 self._free_abandoned()
                 yield
             finally:
@@ -584,7 +599,10 @@ class LLM:
             except BaseException:  # nobody knows how far the step came, on the device or in the books
                 requests = list(self._requests.values())
                 self._scheduler.start_over(requests)
-                self._cache = pages.init_cache(self.spec, self._pool_format)
+                # There may be no room for two: the next call makes another, or fails to, and leaves it to the next.
+                for array in jax.tree.leaves(self._cache):
+                    array.delete()
+                self._has_lost_pool = True
                 self._deliver([self._end(request) for request in requests if request.finished])
                 raise
 
@@ -610,6 +628,7 @@ class LLM:
         for commands in early:
             self._flush(commands)
         inputs = pack_inputs(plan, self._pack(last), bucket, self.spec.max_seqs)
+        assert plan.num_steps <= bucket.max_steps, f"{plan.num_steps} steps planned for a program of {bucket.max_steps}"
         result = unpack(self._run_on_device(inputs, bucket), plan, bucket)
         assert not result.oom, "a planned step ran out of pages"
         return result
@@ -688,3 +707,13 @@ class LLM:
             finish_reason=seq.finish_reason,
             top_logprobs=list(seq.top_logprobs) if wanted else None,
         )
+
+
+def _dtype_of(model: nnx.Module) -> str:
+    """That of a model's weights, the widest if there are several."""
+    names = {x.dtype.name for x in jax.tree.leaves(nnx.state(model)) if jnp.issubdtype(x.dtype, jnp.floating)}
+    if not names or not names <= set(DTYPES):
+        raise ValueError(
+            f"a model with weights in {', '.join(names) or 'no dtype'} needs dtype=, one of {', '.join(DTYPES)}"
+        )
+    return max(names, key=lambda name: DTYPES[name].itemsize)

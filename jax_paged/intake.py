@@ -61,12 +61,15 @@ class Intake:
         ids = self.encode(prompt)
         stop = set(params.stop_token_ids)
         if not params.ignore_eos:
-            stop |= set(getattr(self._config, "eos_token_ids", ()))
+            stop |= self.end_tokens()
         self._check_length(ids, computes_only=options.get("max_new_tokens") == 0)
         self._check_token_ids(params, stop)
         self._check_place(namespace, priority)
         if self._exact and (params.prompt_logprobs is not None or "score_from" in options):
-            raise NotImplementedError("log-probabilities of a prompt's tokens are not supported with exact=True")
+            raise RequestError(
+                "log-probabilities of a prompt's tokens are not to be had with exact=True; ask for those of generated "
+                "tokens, or make an LLM without it"
+            )
         limit = self._max_model_len
         request_id = self._next_id
         self._next_id += 1
@@ -132,13 +135,25 @@ class Intake:
     def tokens(self, text_or_ids: Prompt, *, add_bos: bool = True) -> list[int]:
         """Token ids, of a text or as they are, of this model's vocabulary."""
         if isinstance(text_or_ids, str):
-            return self.need_tokenizer("text").encode(text_or_ids, add_bos=add_bos)
+            ids = self.need_tokenizer("text").encode(text_or_ids, add_bos=add_bos)
+            # Tokens may have been added to a vocabulary that the model has no embedding for.
+            if max(ids, default=0) >= self._config.vocab_size:
+                raise RequestError(
+                    f"the text has token {max(ids)} in it, which is not a token id of this model: 0 <= id < "
+                    f"{self._config.vocab_size}; leave it out"
+                )
+            return ids
         ids = _listed(text_or_ids)
         for token in ids:
             is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
             if not is_integer or not 0 <= token < self._config.vocab_size:
                 raise RequestError(f"{token!r} is not a token id of this model: 0 <= id < {self._config.vocab_size}")
         return [int(token) for token in ids]
+
+    def end_tokens(self) -> set[int]:
+        """Those with which the model, by itself or by its tokenizer, says that it is done."""
+        of_tokenizer = () if self._tokenizer is None else self._tokenizer.eos_token_ids
+        return {*getattr(self._config, "eos_token_ids", ()), *of_tokenizer}
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:

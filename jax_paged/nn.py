@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
+from jax.typing import ArrayLike
 
 from jax_paged.cache import FILL, PagedCache, slot_mapping
 from jax_paged.kernels import api as kernels
@@ -93,6 +94,8 @@ def attend(
     sm_scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -104,11 +107,12 @@ def attend(
       pages: the layer's part of the pool, `cache.kv_pages[layer]`.
       batch: see `make_batch`.
       sm_scale, sliding_window, soft_cap, sinks, implementation: as in `jax_paged.kernels.ragged_paged_attention`.
+      k_scale, v_scale: what is stored is `k / k_scale` and `v / v_scale`, and read times those: for pools of 8 bits.
 
     Returns:
       The attention's output, dtype[num_tokens, num_q_heads, head_dim], zero for padding, and the pages.
     """
-    pages = kernels.write_kv(pages, k, v, batch.slot_mapping)
+    pages = kernels.write_kv(pages, k, v, batch.slot_mapping, k_scale=k_scale, v_scale=v_scale)
     out = attend_to_pages(
         q,
         pages,
@@ -116,6 +120,8 @@ def attend(
         sm_scale=sm_scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
         sinks=sinks,
         implementation=implementation,
     )
@@ -130,6 +136,8 @@ def attend_to_pages(
     sm_scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     sinks: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -141,6 +149,8 @@ def attend_to_pages(
         "sm_scale": sm_scale,
         "sliding_window": sliding_window,
         "soft_cap": soft_cap,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
         "sinks": sinks,
     }
     rows = (batch.kv_lens, batch.page_indices, batch.cu_q_lens, batch.num_seqs)
@@ -185,6 +195,9 @@ class PagedAttention(nnx.Module):
         cache: PagedCache,
         batch: Batch,
         sinks: jax.Array | None = None,
+        *,
+        k_scale: ArrayLike | None = None,
+        v_scale: ArrayLike | None = None,
     ) -> tuple[jax.Array, PagedCache]:
         """As `attend`, on this layer's pages of the cache, which is returned with them changed."""
         out, pages = attend(
@@ -196,6 +209,8 @@ class PagedAttention(nnx.Module):
             sm_scale=self.sm_scale,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
             sinks=sinks,
             implementation=self.implementation,
         )

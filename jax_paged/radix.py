@@ -410,7 +410,7 @@ class RadixTree:
         if self.root.locks and not force:
             return None
         freed = sorted(self._held)
-        for node in list(self._nodes()):
+        for node in list(self.nodes()):
             detach(node)
         self.root.locks = self.root.own_locks = 0
         self._clear()
@@ -419,7 +419,7 @@ class RadixTree:
 
     # -- For people ------------------------------------------------------------------------------------------------
 
-    def _nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
         queue = deque(self._tops.values())
         while queue:

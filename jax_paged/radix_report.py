@@ -118,7 +118,7 @@ def check(tree: "RadixTree") -> None:
     evictable = candidates = num_nodes = 0
     if tree.root.locks != tree.root.own_locks + sum(top.locks for top in tree._tops.values()):
         raise InvariantError(f"the root counts {tree.root.locks} locks, its namespaces have others")
-    for node in tree._nodes():
+    for node in tree.nodes():
         if problem := _problem(tree, node):
             raise InvariantError(f"{node}: {problem}")
         seen += node.pages

@@ -99,7 +99,7 @@ class SamplingParams:
             return tuple(map(operator.index, values))
 
         def strings(values: Any) -> tuple[str, ...]:
-            values = (values,) if isinstance(values, str) else tuple(values)
+            values = (values,) if isinstance(values, str) else tuple(values or ())
             if not all(isinstance(value, str) for value in values):
                 raise TypeError
             return values
@@ -165,7 +165,9 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One sample. `finish_reason`: None while it runs, then "stop", "length", "abort" or "error:<why>"."""
+    """One sample. `finish_reason`: None while it runs, then "stop", "length", "abort", or "error:<why>" where the model
+    gave NaN for the next token.
+    """
 
     index: int
     text: str

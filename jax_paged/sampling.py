@@ -14,7 +14,7 @@ from flax import struct
 from jax import lax
 
 from jax_paged.kernels.sums import running_sums
-from jax_paged.request import SamplingParams
+from jax_paged.request import MAX_LOGPROBS, SamplingParams
 
 __all__ = [
     "MAX_BIASES",
@@ -27,7 +27,6 @@ __all__ = [
     "token_logprobs",
 ]
 
-MAX_LOGPROBS = 32  # most alternatives a row can report
 MAX_BIASES = 304  # most entries of a row's logit_bias: 300, as in OpenAI's API, and room for stop tokens
 
 # Sums of a row are taken over blocks, and blocks of blocks, of about the cube root of the vocabulary; see _inverse_cdf.
@@ -67,7 +66,7 @@ class SamplingRows(struct.PyTreeNode, kw_only=True):
 class Sampled(NamedTuple):
     """What was chosen. What a row did not ask for is 0 in `logprobs`, -1 in `top_tokens`, -inf in `top_logprobs`."""
 
-    tokens: jax.Array  # i32[rows]
+    tokens: jax.Array  # i32[rows]; -1 where the logits are NaN
     logprobs: jax.Array  # f32[rows], of `tokens`
     top_tokens: jax.Array | None  # i32[rows, MAX_LOGPROBS], the likeliest first; None from `sample_plainly`
     top_logprobs: jax.Array | None  # f32[rows, MAX_LOGPROBS]
@@ -101,7 +100,8 @@ def sample(logits: jax.Array, rows: SamplingRows, history: History) -> Sampled:
 
     Log-probabilities are the log-softmax of `logits` as they came, before any option, as vLLM's `raw_logprobs`.
 
-    A row of NaN or of nothing but -inf gets some token of the vocabulary, and leaves the other rows alone.
+    A row with NaN in it gets the token -1, one of nothing but -inf some token of the vocabulary. Other rows are left
+    alone.
 
     Args:
       logits: f32[rows, vocab_size].
@@ -122,6 +122,7 @@ def sample(logits: jax.Array, rows: SamplingRows, history: History) -> Sampled:
         lambda: jnp.where(rows.temperature > 0, _inverse_cdf(_kept_weights(adjusted, rows), _uniform(rows)), best),
         lambda: best,
     )
+    tokens = jnp.where(best < vocab_size, tokens, -1)
     wanted = rows.num_logprobs[:, None]
     logprobs, top_tokens, top_logprobs = lax.cond(
         jnp.any(wanted >= 0),
@@ -152,7 +153,7 @@ def sample_plainly(logits: jax.Array, rows: SamplingRows) -> Sampled:
         weights = _weights(logits, jnp.where(sampling, rows.temperature, 1.0))
         return jnp.where(sampling, _inverse_cdf(weights, _uniform(rows)), best)
 
-    tokens = lax.cond(jnp.any(sampling), draw, lambda: best)
+    tokens = jnp.where(best < logits.shape[1], lax.cond(jnp.any(sampling), draw, lambda: best), -1)
     wanted = rows.num_logprobs >= 0
     logprobs = lax.cond(
         jnp.any(wanted),
@@ -414,10 +415,13 @@ def _total(weights: jax.Array) -> jax.Array:
 
 
 def _argmax(logits: jax.Array) -> jax.Array:
-    """The first largest of each row. As two plain reductions, which XLA vectorises on CPU where it does not argmax."""
+    """The first largest of each row; the row's size if there is NaN in it, since nothing equals that.
+
+    As two plain reductions, which XLA vectorises on CPU where it does not argmax.
+    """
     largest = jnp.max(logits, axis=1, keepdims=True)
     column = jnp.arange(logits.shape[1], dtype=jnp.int32)
-    return jnp.min(jnp.where(logits == largest, column, logits.shape[1] - 1), axis=1)
+    return jnp.min(jnp.where(logits == largest, column, logits.shape[1]), axis=1)
 
 
 def _uniform(rows: SamplingRows) -> jax.Array:

@@ -656,7 +656,11 @@ class Scheduler:
         self.commands.lengths[seq.slot] = seq.num_computed
 
     def _book_token(self, seq: Sequence, row: int, step: int, result: StepResult) -> None:
-        seq.append(int(result.tokens[step, row]))
+        token = int(result.tokens[step, row])
+        if token < 0:
+            self._finish(seq, "error:the model's logits are not numbers (NaN)")
+            return
+        seq.append(token)
         wanted = seq.request.params.logprobs
         if wanted is not None and result.sampled is not None:
             seq.logprobs.append(float(result.sampled[step].logprobs[row]))

@@ -181,7 +181,7 @@ def _run_steps(model: Any, cache: PagedCache, inputs: StepInputs, bucket: Bucket
             (new_pages, new),
         )
         # The rows that go on, back to back.
-        stops = jnp.any(inputs.stop_ids == new.tokens[:, None], axis=1)
+        stops = jnp.any(inputs.stop_ids == new.tokens[:, None], axis=1) | (new.tokens < 0)
         q_lens = jnp.where((q_lens > 0) & ~stops & (inputs.num_left > i + 1), 1, 0)
         place = jnp.where(q_lens > 0, running_sums(q_lens) - 1, bucket.num_tokens)
         tokens = jnp.zeros_like(tokens).at[place].set(new.tokens, **pages.DROP)
@@ -427,7 +427,7 @@ def _pack_biases(biases: list[dict[int, float]], num_rows: int) -> dict[str, Any
     for i, bias in enumerate(biases):
         arrays["bias_ids"][i, : len(bias)] = list(bias)
         arrays["bias_values"][i, : len(bias)] = list(bias.values())
-    return arrays
+    return jax.device_put(arrays)  # as those without are: jit would count arrays of another kind as another program
 
 
 @functools.cache

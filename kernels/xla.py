@@ -125,7 +125,7 @@ def _decode(
     on nothing but the row: not on others, since blocks that only longer ones need change nothing, nor on the page
     size, since blocks are cut by position.
     """
-    num_pages, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
+    _, _, num_kv_heads_twice, head_dim = kv_pages.shape
     num_rows, num_q_heads, _ = q.shape
     num_kv_heads = num_kv_heads_twice // 2
     rows_together = min(num_rows, _DECODE_ROWS) if jax.default_backend() == "cpu" else num_rows
@@ -134,11 +134,6 @@ def _decode(
             jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))) for x in (q, kv_lens, page_indices)
         )
     q = q.astype(options.dot_dtype).reshape(-1, num_q_heads // num_kv_heads, head_dim)
-
-    # Where each token lies. The same for all layers, whose common parts are computed, and compiled, once.
-    slots = jnp.clip(page_indices, 0, num_pages - 1)[:, :, None] * page_size + jnp.arange(page_size)
-    slots = slots.reshape(len(kv_lens), -1)
-    slots = jnp.pad(slots, ((0, 0), (0, -slots.shape[1] % _DECODE_BLOCK_TOKENS)))
 
     sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (len(kv_lens), 1))
     state = _empty_softmax(q.shape[:2], head_dim, sinks)
@@ -149,7 +144,7 @@ def _decode(
     def attend(rows: tuple[_Softmax, jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return _normalised(_decode_blocks(*rows, first_block, kv_pages, options), options)
 
-    rows = (state, q, kv_lens, slots)
+    rows = (state, q, kv_lens, page_indices)
     if rows_together == len(kv_lens):
         out, lse = attend(rows)
     else:
@@ -162,7 +157,7 @@ def _decode_blocks(
     state: _Softmax,
     q: jax.Array,
     kv_lens: jax.Array,
-    slots: jax.Array,
+    page_indices: jax.Array,
     first_block: jax.Array,
     kv_pages: jax.Array,
     options: _Options,
@@ -172,12 +167,11 @@ def _decode_blocks(
     Args:
       state: of [rows * num_kv_heads, group].
       q: [rows * num_kv_heads, group, head_dim].
-      kv_lens: i32[rows].
-      slots: i32[rows, tokens], where in the pool each token lies.
+      kv_lens, page_indices: of these rows.
       first_block: i32[], those before it are in the state; with a window, each row has its own first.
       kv_pages, options: as in `_decode`.
     """
-    _, _, num_kv_heads_twice, head_dim = kv_pages.shape
+    num_pages, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
     num_rows, num_kv_heads = kv_lens.shape[0], num_kv_heads_twice // 2
     # Keys and values are gathered a (token, head) at a time, straight into the order that makes one batched product
     # of all rows and KV heads: [rows * num_kv_heads, tokens, head_dim].
@@ -198,9 +192,10 @@ def _decode_blocks(
         pos = start[..., None] + jnp.arange(_DECODE_BLOCK_TOKENS)
         seen = per_head((pos >= first_pos[:, None]) & (pos < kv_lens[:, None]))
         if is_windowed:
-            slot = jnp.take_along_axis(slots, pos, axis=1, mode="clip")
+            page = jnp.take_along_axis(page_indices, pos // page_size, axis=1, mode="clip")
         else:
-            slot = jax.lax.dynamic_slice_in_dim(slots, start, _DECODE_BLOCK_TOKENS, axis=1)
+            page = jnp.take(page_indices, pos // page_size, axis=1, mode="clip")
+        slot = jnp.clip(page, 0, num_pages - 1) * page_size + pos % page_size
         at = (slot[:, None] * num_kv_heads_twice + head).reshape(num_rows * num_kv_heads, -1)
         k, v = (vectors.at[i].get(mode="promise_in_bounds").astype(options.dot_dtype) for i in (at, at + 1))
         # Gathered and masked here, not once more inside the products.

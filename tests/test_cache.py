@@ -371,6 +371,7 @@ def test_page_copies_are_right_for_neighbouring_pages():
         ({"num_pages": -1}, "num_pages=-1"),
         ({"max_seqs": 2.5}, "max_seqs=2.5"),
         ({"dtype": "int32"}, "dtype='int32' must be"),
+        ({"dtype": "float64"}, "dtype='float64' must be one of float32, bfloat16, float16, int8"),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused(change: dict, match: str):

@@ -1,5 +1,6 @@
 """The engine on a tiny model, with its books checked and its pool poisoned after every step."""
 
+import copy
 import gc
 import signal
 from collections.abc import Callable, Iterator
@@ -16,12 +17,16 @@ import pytest
 import tiny
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
-from tiny import alone, drive, greedy, prompt
+from tiny import alone, assert_baseline, drive, greedy, prompt
 
 import jax_paged as jp
+from jax_paged import buckets
 from jax_paged.ledger import Commands, StepPlan, StepResult
 from jax_paged.memory import page_bytes, pool_format
+from jax_paged.models.llama import Llama
+from jax_paged.models.load import LoadedModel
 from jax_paged.step import Bucket, pack_commands, pack_inputs, run_step
+from jax_paged.tokenizer import Tokenizer
 
 SIZES = [tiny.PAGES_OF_1, tiny.SIZES, tiny.PAGES_OF_16]
 engine = partial(tiny.engine, plain=True)
@@ -34,17 +39,6 @@ def engine_of(sizes: dict[str, Any], **options: Any) -> jp.LLM:
 
 def tokens_of(output: jp.RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
-
-
-def assert_baseline(llm: jp.LLM) -> None:
-    llm.check()
-    assert llm.reset_prefix_cache()
-    llm.check()
-    stats = llm.stats()
-    assert stats["free_pages"] == stats["num_pages"]
-    assert (stats["tree_pages"], stats["private_pages"]) == (0, 0)
-    assert not llm._requests
-    assert not llm._texts
 
 
 # --- The numbers are the model's ---
@@ -219,6 +213,111 @@ def real_compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.parametrize("num_tokens", [21, 32])
+def test_prompts_whose_pages_are_all_cached_go_on_several_tokens_a_call(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int
+):
+    monkeypatch.setattr(buckets, "_MAX_REREAD", 8)  # tokens of KV, which such rows read in any program
+    llm = engine()
+    prompts = [prompt(num_tokens, seed=seed) for seed in range(2)]
+    for _ in range(2):
+        outputs = llm.generate(prompts, greedy(9))
+        assert [tokens_of(output) for output in outputs] == [alone(tokens, greedy(9)) for tokens in prompts]
+    assert all(output.num_cached_tokens == num_tokens - 1 for output in outputs)
+    with llm.prefill(prompts[0]) as branch:
+        assert tokens_of(branch.generate(greedy(9))) == alone(prompts[0], greedy(9))
+    assert_baseline(llm)
+
+
+def test_a_step_that_fails_gives_the_pool_back_before_another_is_made(monkeypatch: pytest.MonkeyPatch):
+    llm = engine()
+    request_id = llm.add_request(prompt(20), greedy(9))
+    llm.step()
+    pool = llm._cache.kv_pages
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._scheduler, "commit", lambda plan, result: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+    lost = llm._cache.kv_pages
+    assert all(layer.is_deleted() for layer in (*pool, *lost))
+    with monkeypatch.context() as patch:
+        patch.setattr("jax_paged.cache.init_cache", lambda *_: {}["no memory"])
+        with pytest.raises(KeyError, match="no memory"):
+            llm.check()
+    llm.check()
+    assert tokens_of(drive(llm)[request_id][-1]) == alone(prompt(20), greedy(9))
+    assert_baseline(llm)
+
+
+def test_check_finds_a_page_of_the_tree_that_holds_other_tokens():
+    llm = engine()
+    llm.generate(prompt(20), greedy(3))
+    llm.check()
+    (page, *_) = llm.tree.pages()
+    llm._cache = llm._cache.replace(tokens=llm._cache.tokens.at[page, 1].add(1))
+    with pytest.raises(jp.InvariantError, match=f"page {page} is held for tokens that are not those"):
+        llm.check()
+
+
+def test_where_the_model_gives_nan_a_request_ends_with_an_error_and_others_go_on():
+    weights = dict(tiny.weights())
+    weights["embed"] = weights["embed"].copy()
+    weights["embed"][7] = np.nan
+    llm = tiny.engine(model=Llama(tiny.CONFIG, weights), plain=True)
+    bad, good = [3, 7, 5, 9, 2], [token for token in prompt(20) if token != 7]
+    for params in (greedy(9), jp.SamplingParams(temperature=1, seed=1, max_tokens=9, logprobs=2)):
+        ended, other = llm.generate([bad, good], params)
+        (sample,) = ended.outputs
+        assert sample.finish_reason == "error:the model's logits are not numbers (NaN)"
+        assert (sample.token_ids, sample.logprobs or []) == ([], [])
+        assert tokens_of(other) == alone(good, params)
+    (event,) = llm.stream(bad, greedy(3))
+    assert (event.text, event.token_id, event.output.finished) == ("", None, True)
+    ended, other = llm.beam_search([bad, good], beam_width=2, max_tokens=3)
+    assert [sample.finish_reason for sample in ended.outputs] == ["error:the model's logits are not numbers (NaN)"]
+    assert [sample.token_ids for sample in other.outputs] == [beam for beam, _ in tiny.beams(good, 2, 3)]
+    assert_baseline(llm)
+
+
+def test_text_with_a_token_that_the_model_has_no_embedding_for_is_refused():
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    tokenizer._backend.add_special_tokens(["<pad>"])
+    llm = engine(tokenizer=tokenizer)
+    assert tokenizer.encode("ab<pad>")[-1] == 61
+    with pytest.raises(jp.RequestError, match=r"the text has token 61 in it, .*0 <= id < 61"):
+        llm.generate("ab<pad>", greedy(3))
+    assert_baseline(llm)
+
+
+def test_the_tokenizers_end_tokens_end_a_text_as_the_models_do():
+    expected = alone(prompt(9), greedy(9))
+    end = expected[3]
+    llm = engine(tokenizer=Tokenizer(tiny.tokenizer()._backend, eos_token_ids=(end,)))
+    (output,) = llm.generate(prompt(9), greedy(9))
+    assert tokens_of(output) == expected[: expected.index(end) + 1]
+    assert output.outputs[0].finish_reason == "stop"
+    assert tokens_of(llm.generate(prompt(9), greedy(9, ignore_eos=True))[0]) == expected
+
+
+def test_without_a_dtype_the_cache_has_that_of_the_weights():
+    loaded = LoadedModel(tiny.CONFIG, tiny.weights(), None, "tiny")
+    for model in (loaded, tiny.model()):
+        assert jp.LLM(model, **tiny.SIZES).spec.dtype == np.float32
+    with pytest.raises(ValueError, match="dtype='bfloat16' of a model that was loaded in float32"):
+        jp.LLM(loaded, dtype="bfloat16", **tiny.SIZES)
+
+
+def test_stats_tell_how_many_run_wait_and_are_held():
+    llm = engine(max_seqs=2)
+    with llm.prefill(prompt(5)):
+        for seed in range(4):
+            llm.add_request(prompt(5, seed), greedy(9))
+        llm.step()
+        assert [llm.stats()[name] for name in ("running", "waiting", "held")] == [2, 2, 1]
+    llm.close()
+    assert [llm.stats()[name] for name in ("running", "waiting", "held")] == [0, 0, 0]
+
+
 def test_nothing_compiles_after_warmup():
     llm = engine(debug_checks=False, num_pages=20, max_model_len=72, max_batch_tokens=8)  # sizes of this test alone
     llm.warmup()
@@ -227,8 +326,9 @@ def test_nothing_compiles_after_warmup():
     with real_compilations() as compiled:
         for i in range(200):
             params = jp.SamplingParams(
-                temperature=float(i % 2), max_tokens=int(rng.integers(1, 20)), logprobs=0 if i % 3 else None
-            )
+                temperature=float(i % 2), max_tokens=int(rng.integers(1, 20)), logprobs=0 if i % 3 else None,
+                logit_bias={} if i % 7 else {5: 1.0},
+            )  # fmt: skip
             llm.add_request(prompt(int(rng.integers(0, 20))) + prompt(int(rng.integers(1, 50)), seed=i), params)
             llm.step()
         drive(llm)

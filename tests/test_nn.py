@@ -57,6 +57,23 @@ def causal_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | 
     return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_paged_attention_reads_a_pool_of_8_bits_with_the_scales_it_was_written_with(exact: bool):
+    spec = jp.CacheSpec(
+        num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, num_pages=4, page_size=PAGE, max_seqs=1,
+        max_pages_per_seq=4, dtype="int8",
+    )  # fmt: skip
+    cache = jp.allocate(jp.init_cache(spec), 0, 6)
+    batch = jp.make_batch(cache, jnp.array([0]), jnp.array([6]), 6, one_token_rows=True, exact=exact)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((6, heads, DIM)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out, cache = jp.PagedAttention(0, sm_scale=0.3)(q, k, v, cache, batch, k_scale=0.03, v_scale=jnp.float32(0.02))
+    stored_k, stored_v = (np.asarray(x, np.float32) for x in jp.gather(cache, 0, 0))
+    np.testing.assert_allclose(stored_k * 0.03, k, atol=0.016)
+    expected = causal_attention(q, stored_k * 0.03, stored_v * 0.02, None)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("one_token_rows", [False, True])
 def test_paged_attention_over_several_steps_is_attention_over_each_sequence(one_token_rows: bool, window: int | None):

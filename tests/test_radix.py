@@ -36,7 +36,7 @@ def snapshot(tree: RadixTree) -> list[object]:
     """Everything that an operation could change."""
     nodes = [
         (id(n), n.namespace, bytes(n.edge), tuple(n.pages), n.locks, n.last_used, n.hits, n.created, n.ticket)
-        for n in tree._nodes()
+        for n in tree.nodes()
     ]
     return [nodes, tree.pages(), tree.evictable_pages, tree.root.locks, tree.namespaces, list(tree._queue.heap)]
 
@@ -857,11 +857,11 @@ def three_nodes() -> RadixTree:
 
 
 def upper(tree: RadixTree) -> Node:
-    return next(node for node in tree._nodes() if node.pages == [0, 1])
+    return next(node for node in tree.nodes() if node.pages == [0, 1])
 
 
 def leaf(tree: RadixTree) -> Node:
-    return next(node for node in tree._nodes() if node.pages == [2, 3])
+    return next(node for node in tree.nodes() if node.pages == [2, 3])
 
 
 @pytest.mark.parametrize(

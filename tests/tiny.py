@@ -60,14 +60,17 @@ def model() -> Llama:
     return Llama(CONFIG, weights())
 
 
-def engine(*, prefill: bool = True, plain: bool = False, **options: Any) -> jp.LLM:
+_model = model  # where an argument has that name
+
+
+def engine(*, prefill: bool = True, plain: bool = False, model: Llama | None = None, **options: Any) -> jp.LLM:
     """An engine that checks its books and poisons its pool after every step.
 
     It uses the programs for prefill from the start; with `prefill` off it puts short prompts through decode's, as
     engines do that have not compiled the others. And those with all sampling options for every request, half as many
     to compile; with `plain` the ones without for requests that have none, as engines do.
     """
-    llm = jp.LLM(model(), **(SIZES | {"dtype": "float32", "debug_checks": True} | options))
+    llm = jp.LLM(model or _model(), **(SIZES | {"dtype": "float32", "debug_checks": True} | options))
     llm._buckets.has_prefilled = prefill
     if not plain:
         llm._buckets._used.update(llm._buckets.sizes)
