@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     )
     from jax_paged.engine import LLM, StreamEvent
     from jax_paged.errors import InvariantError, ModelError, OutOfPages, RequestError
+    from jax_paged.models.load import LoadedModel, load
     from jax_paged.nn import Batch, PagedAttention, make_batch
     from jax_paged.radix import CacheEvent, RadixTree
     from jax_paged.request import CompletionOutput, RequestOutput, SamplingParams
+    from jax_paged.tokenizer import Tokenizer
 
 _HOMES = {
     "branch": ["Branch"],
@@ -39,9 +41,11 @@ _HOMES = {
     ],
     "engine": ["LLM", "StreamEvent"],
     "errors": ["InvariantError", "ModelError", "OutOfPages", "RequestError"],
+    "models.load": ["LoadedModel", "load"],
     "nn": ["Batch", "PagedAttention", "make_batch"],
     "radix": ["CacheEvent", "RadixTree"],
     "request": ["CompletionOutput", "RequestOutput", "SamplingParams"],
+    "tokenizer": ["Tokenizer"],
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -54,6 +58,7 @@ __all__ = [
     "CacheSpec",
     "CompletionOutput",
     "InvariantError",
+    "LoadedModel",
     "ModelError",
     "OutOfPages",
     "PagedAttention",
@@ -63,6 +68,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamEvent",
+    "Tokenizer",
     "allocate",
     "append",
     "assign",
@@ -72,6 +78,7 @@ __all__ = [
     "gather",
     "init_cache",
     "kernels",
+    "load",
     "make_batch",
     "poison",
     "release",

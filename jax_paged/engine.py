@@ -31,7 +31,7 @@ from jax_paged.ledger import Commands, StepPlan, StepResult
 from jax_paged.memory import page_bytes, plan_pool, pool_format
 from jax_paged.models.llama import Llama
 from jax_paged.models.load import DTYPES, LoadedModel, load
-from jax_paged.radix import CacheEvent, RadixTree
+from jax_paged.radix import CacheEvent, Policy, RadixTree
 from jax_paged.request import CompletionOutput, Request, RequestOutput, SamplingParams, Sequence
 from jax_paged.scheduler import Scheduler
 from jax_paged.step import (
@@ -84,6 +84,7 @@ class LLM:
       max_batch_tokens: tokens a step, prefill and decode together.
       prefix_cache: reuse the pages of prefixes seen before.
       partial_hits: reuse also a page that agrees in part, by copying it.
+      eviction_policy: which cached prefixes go first when pages run short, see `RadixTree`: "lru", "lfu" or "fifo".
       schedule: "lpm", "fcfs" or "dfs", see `Scheduler`.
       wait_for_prefix: let a request wait while a running one computes a prefix that the two share.
       decode_steps_per_call: tokens that each sequence gets in one call, while all decode, nobody waits and no stream is
@@ -120,6 +121,7 @@ class LLM:
         max_batch_tokens: int = 512,
         prefix_cache: bool = True,
         partial_hits: bool = True,
+        eviction_policy: Policy = "lru",
         schedule: str = "lpm",
         wait_for_prefix: bool = True,
         decode_steps_per_call: int | None = None,
@@ -178,7 +180,8 @@ class LLM:
         if self._pool_format is not None:
             self._run_step, self._apply_commands = programs_for(self._pool_format)
         self._cache = pages.init_cache(self.spec, self._pool_format)
-        self._tree = RadixTree(page_size, on_event=on_cache_event) if prefix_cache else None
+        tree = RadixTree(page_size, policy=eviction_policy, on_event=on_cache_event)
+        self._tree = tree if prefix_cache else None
         if on_cache_event is not None and not prefix_cache:
             raise ValueError(
                 "on_cache_event with prefix_cache=False: there would be no events; leave one of the two out"
@@ -301,19 +304,25 @@ class LLM:
 
     def chat(
         self,
-        messages: AnySequence[dict[str, str]],
+        messages: AnySequence[dict[str, Any]],
         params: SamplingParams | None = None,
         *,
         namespace: Hashable = None,
+        **template_options: Any,
     ) -> RequestOutput:
-        """Answers a conversation: a list of {"role": ..., "content": ...}, through the model's own chat template."""
-        return self.generate([self.render_chat(messages)], params, namespace=namespace)[0]
+        """Answers a conversation: a list of {"role": ..., "content": ...}, through the model's own chat template.
 
-    def render_chat(self, messages: AnySequence[dict[str, str]]) -> list[int]:
+        `template_options` are as in `render_chat`, the rest as in `generate`.
+        """
+        return self.generate([self.render_chat(messages, **template_options)], params, namespace=namespace)[0]
+
+    def render_chat(self, messages: AnySequence[dict[str, Any]], **template_options: Any) -> list[int]:
         """The token ids of a conversation, up to where the answer begins.
 
         Args:
           messages: each {"role": "system", "user" or "assistant", "content": a text}, and what else the template reads.
+          template_options: what the model's template reads beside the messages, such as `tools` or
+            `add_generation_prompt=False`.
 
         Raises:
           RequestError: they are not such messages.
@@ -327,7 +336,7 @@ class LLM:
                 "generate"
             )
         # The template writes the special tokens itself.
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(list(messages), **template_options)
         return tokenizer.encode(text, add_bos=False)
 
     # --- Branches ---
@@ -457,10 +466,29 @@ class LLM:
         """The prefix tree, to look at."""
         return self._tree
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes, as new weights demand. False, and nothing has changed, while pages are in
-        use.
+    def update_weights(self, model: LoadedModel | nnx.Module) -> None:
+        """Goes on with other weights of the same model, as in reinforcement learning. Nothing is compiled anew; cached
+        prefixes are forgotten.
+
+        Args:
+          model: as in `LLM`, of the same sizes and dtypes.
+
+        Raises:
+          ValueError: it is another model.
+          RequestError: sequences run, or branches are open.
         """
+        shape, weights = split_model(Llama(model.config, model.weights) if isinstance(model, LoadedModel) else model)
+        old, new = ([(w.shape, w.dtype.name) for w in each] for each in (self._weights, weights))
+        if shape != self._shape or old != new:
+            odd = next((pair for pair in zip(old, new) if pair[0] != pair[1]), None)
+            what = "its structure is another" if odd is None else f"{odd[1]} stands where {odd[0]} did"
+            raise ValueError(f"these are no weights for this engine's model: {what}; make another LLM for them")
+        if not self.reset_prefix_cache():
+            raise RequestError("weights cannot change while sequences run or branches are open; let them end first")
+        self._weights = weights
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False, and nothing has changed, while pages are in use."""
         with self._exclusively():
             return self._scheduler.reset_tree()
 

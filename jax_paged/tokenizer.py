@@ -202,6 +202,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         now: datetime | None = None,
+        **options: Any,
     ) -> str:
         """The prompt text of a conversation, as the model's own template writes it.
 
@@ -209,6 +210,7 @@ class Tokenizer:
           messages: each with "role" and "content".
           add_generation_prompt: end with the opening of the assistant's turn.
           now: the time for templates that write a date; by default the clock's.
+          options: what else the template reads, such as `tools`.
 
         Raises:
           ModelError: the model has no template, or it refuses the messages.
@@ -226,7 +228,7 @@ class Tokenizer:
                     messages=messages,
                     add_generation_prompt=add_generation_prompt,
                     strftime_now=(now or datetime.now()).strftime,
-                    **self._named_tokens,
+                    **(self._named_tokens | options),
                 )
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:

@@ -99,7 +99,8 @@ def ragged_paged_attention(
         num_seqs: i32[1]; rows from it on are padding and may hold anything.
         sm_scale: multiplies the logits, usually `head_dim ** -0.5`.
         causal: a token sees positions up to its own. False: all of them.
-        sliding_window: a token sees the last so many positions, its own included. Needs `causal`.
+        sliding_window: a token sees the last so many positions, its own included. Needs `causal`. Positions before it
+            must be finite where they share a page with it.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` (Gemma 2, arXiv 2408.00118 section 2).
         k_scale, v_scale: scalars, which may be traced: the real K is the stored one times `k_scale`.
         sinks: f32[num_q_heads], a logit per head that takes part in the softmax with value zero, neither

@@ -23,7 +23,7 @@ import jax_paged as jp
 from jax_paged import buckets
 from jax_paged.ledger import Commands, StepPlan, StepResult
 from jax_paged.memory import page_bytes, pool_format
-from jax_paged.models.llama import Llama
+from jax_paged.models.llama import Llama, random_weights
 from jax_paged.models.load import LoadedModel
 from jax_paged.step import Bucket, pack_commands, pack_inputs, run_step
 from jax_paged.tokenizer import Tokenizer
@@ -305,6 +305,39 @@ def test_without_a_dtype_the_cache_has_that_of_the_weights():
         assert jp.LLM(model, **tiny.SIZES).spec.dtype == np.float32
     with pytest.raises(ValueError, match="dtype='bfloat16' of a model that was loaded in float32"):
         jp.LLM(loaded, dtype="bfloat16", **tiny.SIZES)
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("lru", 1), ("fifo", 2), ("lfu", 1)])
+def test_the_eviction_policy_says_which_prefix_goes(policy: str, kept: int):
+    llm = engine(eviction_policy=policy)
+    for seed in (1, 2, 1):  # of 24 pages each takes 8 in the tree; the first is the older one, and used once more
+        llm.generate(prompt(33, seed), greedy(1))
+    llm.generate(prompt(41, 3), greedy(1))
+    cached = [llm.generate(prompt(33, seed), greedy(1))[0].num_cached_tokens for seed in (kept, 3 - kept)]
+    assert cached[0] == 32 > cached[1]
+
+
+def test_new_weights_count_from_the_next_request_on_and_old_prefixes_do_not():
+    llm = engine()
+    before = tokens_of(llm.generate(prompt(20), greedy(9))[0])
+    other = LoadedModel(tiny.CONFIG, random_weights(tiny.CONFIG, seed=2), None, "tiny")
+    llm.add_request(prompt(5), greedy(3))
+    llm.step()
+    with pytest.raises(jp.RequestError, match="cannot change while sequences run"):
+        llm.update_weights(other)
+    drive(llm)
+    compiled = llm.stats()["compilations"]
+    llm.update_weights(other)
+    (output,) = llm.generate(prompt(20), greedy(9))
+    assert tokens_of(output) != before
+    assert output.num_cached_tokens == 0
+    llm.update_weights(tiny.model())
+    assert tokens_of(llm.generate(prompt(20), greedy(9))[0]) == before
+    assert llm.stats()["compilations"] == compiled
+    larger = replace(tiny.CONFIG, intermediate_size=64)
+    with pytest.raises(ValueError, match=r"no weights for this engine's model: .* stands where"):
+        llm.update_weights(LoadedModel(larger, random_weights(larger, seed=1), None, "larger"))
+    assert_baseline(llm)
 
 
 def test_stats_tell_how_many_run_wait_and_are_held():
@@ -825,6 +858,7 @@ def test_generate_takes_one_prompt_or_several_as_lists_or_arrays():
         ({"decode_steps_per_call": 1.5}, r"decode_steps_per_call=1.5 must be an integer of at least 1, or None"),
         ({"seed": None}, r"seed=None must be an integer of at least 0"),
         ({"exact": "no"}, r"exact='no' must be True or False"),
+        ({"eviction_policy": "mru", "prefix_cache": False}, r"policy='mru' is not one of lru, lfu, fifo"),
         ({"prefix_cache": "off"}, r"prefix_cache='off' must be True or False"),
         ({"partial_hits": 2}, r"partial_hits=2 must be True or False"),
         ({"on_cache_event": 1}, r"on_cache_event=1 must be a function, or None"),

@@ -349,6 +349,7 @@ def test_templates_find_the_settings_and_functions_they_are_written_for(source, 
 
 def test_the_generation_prompt_is_left_out_on_request():
     assert with_template("{{ add_generation_prompt }}").apply_chat_template(MESSAGES, False) == "False"
+    assert with_template("{{ tools[0].name }}").apply_chat_template(MESSAGES, tools=[{"name": "search"}]) == "search"
 
 
 @pytest.mark.parametrize(
