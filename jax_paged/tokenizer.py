@@ -122,7 +122,7 @@ class Tokenizer:
         bos_token_id: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
     ) -> "Tokenizer":
-        """Reads a `tokenizer.json`.
+        """Reads a `tokenizer.json`. Its settings for truncation and padding, if any, do not count.
 
         Args:
           path: that file.
@@ -139,6 +139,9 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception
             raise ModelError(f"{path} is not a readable tokenizer ({error}); download it again") from error
+        # Training leaves these settings behind; they would cut or fill up every prompt without a word.
+        backend.no_truncation()
+        backend.no_padding()
         named = {name: _token_text(settings.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")}
         bos = backend.token_to_id(named["bos"]) if named["bos"] else bos_token_id
         return cls(

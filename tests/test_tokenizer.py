@@ -284,6 +284,24 @@ def test_bos_is_added_as_the_tokenizer_file_or_its_settings_say(tmp_path):
     assert Tokenizer.from_file(save(tmp_path), named | {"add_bos_token": True}).encode("") == [0]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda backend: backend.enable_truncation(max_length=4),
+        lambda backend: backend.enable_padding(pad_id=1, pad_token="</s>", length=40),
+    ],
+    ids=["truncation", "padding"],
+)
+def test_prompts_are_neither_cut_nor_padded_where_the_tokenizer_file_says_so(tmp_path, change):
+    tokenizer = Tokenizer.from_file(save(tmp_path, change), {"bos_token": "<s>", "add_bos_token": True})
+    assert len(tokenizer.encode("more than four characters")) == 1 + len("more than four characters")
+
+
+def test_a_file_that_pads_still_says_that_texts_begin_with_bos(tmp_path):
+    path = save(tmp_path, lambda backend: (add_bos(backend), backend.enable_padding(length=8)))
+    assert Tokenizer.from_file(path, {"bos_token": "<s>"}).encode("") == [0]
+
+
 def test_a_tokenizer_file_that_wraps_texts_otherwise_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"wraps every text in the tokens \[0\].*BOS \(1\)"):
         Tokenizer.from_file(save(tmp_path, add_bos), {"bos_token": "</s>"})
