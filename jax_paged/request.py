@@ -165,7 +165,10 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One sample. `finish_reason`: None while it runs, then "stop", "length", "abort" or "error:<why>"."""
+    """One sample. `text` goes on from the prompt's, its first space included, if it has one.
+
+    `finish_reason`: None while it runs, then "stop", "length", "abort" or "error:<why>".
+    """
 
     index: int
     text: str
