@@ -150,6 +150,7 @@ def _output(
     beams = sorted(
         [*search.finished, *search.beams], key=lambda beam: -beam.logprob / len(beam.token_ids) ** length_penalty
     )
+    prompt = search.prefill.prompt_token_ids
     outputs = [] if beams else [CompletionOutput(0, "", [], [], 0.0, search.error)]
     for i, beam in enumerate(beams[:beam_width]):
         is_end = beam.token_ids[-1] in ends
@@ -157,7 +158,7 @@ def _output(
         outputs.append(
             CompletionOutput(
                 index=i,
-                text="" if llm.tokenizer is None else llm.tokenizer.decode(text_ids),
+                text="" if llm.tokenizer is None else llm.tokenizer.decode(text_ids, after=prompt),
                 token_ids=beam.token_ids,
                 logprobs=beam.logprobs,
                 cumulative_logprob=beam.logprob,

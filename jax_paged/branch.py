@@ -65,7 +65,7 @@ class Branch:
         return self._fork(self._token_ids)
 
     def extend(self, tokens: str | Sequence[int] | np.ndarray) -> None:
-        """Appends tokens, or text, and computes them.
+        """Appends tokens, or text, and computes them. Text goes on where the branch's ends: with no space between.
 
         Raises:
           RequestError: they do not fit, or are no tokens of this model. The branch is as it was.
@@ -92,7 +92,9 @@ class Branch:
         return output
 
     def logprobs(self, tokens: str | Sequence[int] | np.ndarray) -> list[float]:
-        """The log-probability of each of the tokens, were they to follow. The branch stays as it is.
+        """The log-probability of each of the tokens, or those of a text, were they to follow, as in `extend`.
+
+        The branch stays as it is.
 
         Raises:
           RequestError: they do not fit, or are no tokens of this model.
@@ -193,7 +195,7 @@ class Branch:
         return self._llm._intake.request(token_ids, params, self._namespace, **options)
 
     def _encode(self, tokens: str | Sequence[int] | np.ndarray) -> list[int]:
-        return self._llm._intake.tokens(tokens, add_bos=False)
+        return self._llm._intake.tokens(tokens, after=self._token_ids)
 
     def _need_open(self) -> None:
         if self._is_closed:

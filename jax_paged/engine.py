@@ -604,7 +604,8 @@ class LLM:
 
     def _enqueue(self, request: Request) -> None:
         with self._exclusively():
-            texts = {seq: GrowingText(self.tokenizer, request.params.stop) for seq in request.sequences}
+            stops, prompt = request.params.stop, request.prompt_token_ids
+            texts = {seq: GrowingText(self.tokenizer, stops, after=prompt) for seq in request.sequences}
             for seq, text in texts.items():
                 seq.add_text = text.add
             self._texts |= texts

@@ -132,10 +132,10 @@ class Intake:
             raise RequestError(f"the prompt {prompt!r} has no tokens; give at least one")
         return ids
 
-    def tokens(self, text_or_ids: Prompt, *, add_bos: bool = True) -> list[int]:
-        """Token ids, of a text or as they are, of this model's vocabulary."""
+    def tokens(self, text_or_ids: Prompt, *, after: AnySequence[int] = ()) -> list[int]:
+        """Token ids, of a text (that goes on `after` others) or as they are, of this model's vocabulary."""
         if isinstance(text_or_ids, str):
-            ids = self.need_tokenizer("text").encode(text_or_ids, add_bos=add_bos)
+            ids = self.need_tokenizer("text").encode(text_or_ids, after=after)
             # Tokens may have been added to a vocabulary that the model has no embedding for.
             if max(ids, default=0) >= self._config.vocab_size:
                 raise RequestError(

@@ -165,8 +165,10 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One sample. `finish_reason`: None while it runs, then "stop", "length", "abort", or "error:<why>" where the model
-    gave NaN for the next token.
+    """One sample. `text` goes on from the prompt's, its first space included, if it has one.
+
+    `finish_reason`: None while it runs, then "stop", "length", "abort", or "error:<why>" where the model gave NaN for
+    the next token.
     """
 
     index: int

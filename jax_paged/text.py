@@ -1,6 +1,6 @@
 """The text of a sequence as its tokens come, and the strings that end it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jax_paged.tokenizer import Detokenizer, Tokenizer
 
@@ -13,10 +13,11 @@ class GrowingText:
     Args:
       tokenizer: None leaves the text empty.
       stops: strings that end the text; neither they nor what follows are part of it.
+      after: token ids that the text goes on from, see `Detokenizer`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), after: Iterable[int] = ()) -> None:
+        self._detokenizer = Detokenizer(tokenizer, after) if tokenizer is not None else None
         self._stops = stops
         self._text = ""
         self._searched = 0  # characters in which no stop string begins any more

@@ -4,6 +4,10 @@ Two kinds of vocabulary are read, the two that Llama-family models have: byte-le
 2.2), where each token stands for bytes through an alphabet of 256 printable characters, and SentencePiece BPE with
 byte fallback (Kudo and Richardson 2018, arXiv 1808.06226), where a space is "▁" and a token "<0x41>" is one byte. In
 both, a token is a fixed run of bytes, so text is decoded as a stream of bytes, one token at a time.
+
+Most SentencePiece vocabularies put a space in front of a whole text, and take it off when they decode one. A text that
+goes on from another has neither done to it: what is generated after a prompt is what decoding adds to the prompt's own
+text, so that the two can be joined.
 """
 
 import codecs
@@ -43,6 +47,11 @@ _LLAMA3_NAMES = (
     "llama-v3",
     "llama3",
 )  # these start with BOS, and take a whole known word before any merge
+
+
+# Put before a text to take the space in front. It stands for no character, so no vocabulary joins it to what follows,
+# which is cut as if it stood alone.
+_MARK = "\U0010ffff"
 
 
 def import_extra(module: str) -> Any:
@@ -122,7 +131,7 @@ class Tokenizer:
         bos_token_id: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
     ) -> "Tokenizer":
-        """Reads a `tokenizer.json`.
+        """Reads a `tokenizer.json`. Its settings for truncation and padding, if any, do not count.
 
         Args:
           path: that file.
@@ -139,6 +148,9 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception
             raise ModelError(f"{path} is not a readable tokenizer ({error}); download it again") from error
+        # Training leaves these settings behind; they would cut or fill up every prompt without a word.
+        backend.no_truncation()
+        backend.no_padding()
         named = {name: _token_text(settings.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")}
         bos = backend.token_to_id(named["bos"]) if named["bos"] else bos_token_id
         return cls(
@@ -150,13 +162,14 @@ class Tokenizer:
             named_tokens={f"{name}_token": text for name, text in named.items() if text},
         )
 
-    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_bos: bool = True, after: Sequence[int] = ()) -> list[int]:
         """Token ids of a text; special tokens written in it, such as "<|im_start|>", become their ids.
 
         Args:
           text: any string.
           add_bos: put BOS in front, if the vocabulary asks for it and the text does not begin with it already. Pass
             False for what `apply_chat_template` returned: a template writes BOS itself where the model wants it.
+          after: token ids that the text goes on from: it gets no BOS, and no space in front unless they have no text.
 
         Raises:
           ValueError: the text has halves of characters in it, as bytes that are not UTF-8 become in Python.
@@ -169,18 +182,23 @@ class Tokenizer:
                     f"the text cannot be encoded: {text[error.start : error.end]!r} at {error.start} is no character; "
                     "give text in UTF-8"
                 ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        if add_bos and self.adds_bos and ids[:1] != [self.bos_token_id]:
+        mark = _MARK if not self._byte_level and self._have_text(after) else ""
+        ids = self._encode(mark + text)[len(self._encode(mark)) :]
+        if add_bos and self.adds_bos and not len(after) and ids[:1] != [self.bos_token_id]:
             assert self.bos_token_id is not None
             ids.insert(0, self.bos_token_id)
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids.
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], *, after: Iterable[int] = ()) -> str:
+        """The text of token ids, or what they add to the text of those that they come `after`.
 
         Special tokens and ids outside the vocabulary are left out; bytes that are not UTF-8 become U+FFFD.
         """
-        detokenizer = Detokenizer(self)
+        detokenizer = Detokenizer(self, after)
         return "".join([detokenizer.add(token_id) for token_id in ids]) + detokenizer.flush()
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -195,6 +213,9 @@ class Tokenizer:
             return bytes([_BYTE_OF[char] for char in token])
         except KeyError:  # a token added by hand, as plain text
             return str(token).encode()
+
+    def _have_text(self, ids: Iterable[int]) -> bool:
+        return any(map(self.token_bytes, ids))
 
     def apply_chat_template(
         self,
@@ -243,12 +264,18 @@ class Detokenizer:
 
     A character whose bytes are spread over several tokens is held back until its last byte is there, so the pieces
     joined are always what `Tokenizer.decode` gives for the same ids.
+
+    Args:
+      tokenizer: the vocabulary.
+      after: token ids that the text goes on from, such as a prompt's. If they have any text, this one keeps its space
+        in front, as in vLLM: the pieces joined to it give the text of all the ids together.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, after: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._drop_space = tokenizer._strips_space  # encoding put one in front of the text
+        # Encoding put one in front of the text, if this is where it begins.
+        self._drop_space = tokenizer._strips_space and not tokenizer._have_text(after)
 
     def add(self, token_id: int) -> str:
         """The text that is certain once this token is there."""

@@ -254,6 +254,86 @@ def test_sentencepiece_tokens_stream_to_what_they_decode_to(ids):
     assert tokenizer.decode(ids) == at_once or "�" in at_once
 
 
+# ---------------------------------------------------------------- continuations in SentencePiece vocabularies
+
+
+def legacy(backend) -> None:
+    """As made, and as Llama 2's file has it: a normalizer puts the space in front."""
+
+
+def metaspace(scheme: str):
+    """As newer files have it: the pre-tokenizer puts it there."""
+
+    def change(backend) -> None:
+        backend.normalizer = None
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        backend.decoder = tokenizers.decoders.Sequence(
+            [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Metaspace(prepend_scheme=scheme, split=False)]
+        )
+
+    return change
+
+
+@pytest.fixture(
+    params=[legacy, metaspace("always"), metaspace("first"), metaspace("never")],
+    ids=["legacy", "metaspace always", "metaspace first", "metaspace never"],
+)
+def spaced(request, tmp_path) -> Tokenizer:
+    backend = Tokenizer.from_gguf(sentencepiece())._backend
+    request.param(backend)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer.from_file(tmp_path / "tokenizer.json", {"bos_token": "<s>", "add_bos_token": True})
+
+
+@pytest.mark.parametrize("text", [" blue", "y", "", " ", "  a", "é", " 😀", "abc  cab", "\n", "\U0010ffffa"])
+def test_a_continuation_is_cut_with_no_space_put_in_front(spaced, text):
+    prompt = spaced.encode("The sk")
+    ids = spaced.encode(text, after=prompt)
+    assert ids == best_pair_first(text, sentencepiece())
+    assert spaced.decode(ids, after=prompt) == text
+    assert spaced.decode(prompt + ids) == "The sk" + text
+
+
+def test_a_continuation_with_special_tokens_is_cut_as_behind_its_prompt(spaced):
+    for text in ("</s>", "</s>ab", "ab</s> ab"):
+        prompt = spaced.encode("The sk")
+        assert prompt + spaced.encode(text, after=prompt) == spaced.encode("The sk" + text)
+
+
+@given(ids=st.lists(st.integers(0, 258 + len(PIECES)), max_size=8), prompt=st.text("ab é", max_size=4))
+@example(ids=[267], prompt="")  # "▁a" after BOS alone begins the text
+@example(ids=[267], prompt="a")
+@example(ids=[259, 267], prompt=" ")
+def test_a_prompt_and_what_is_generated_after_it_join_to_what_both_decode_to(ids, prompt):
+    tokenizer = Tokenizer.from_gguf(sentencepiece())
+    prompt_ids = tokenizer.encode(prompt)
+    detokenizer = Detokenizer(tokenizer, after=prompt_ids)
+    pieces = [*map(detokenizer.add, ids), detokenizer.flush()]
+    assert "".join(pieces) == tokenizer.decode(ids, after=prompt_ids)
+    assert prompt + "".join(pieces) == tokenizer.decode(prompt_ids + ids)
+
+
+@pytest.mark.parametrize("header", ["<s>ab [/INST]", "<s>ab</s>\n"])
+def test_an_answer_after_a_templates_header_keeps_its_space(header):
+    tokenizer = Tokenizer.from_gguf(sentencepiece())
+    prompt = tokenizer.encode(header, add_bos=False)
+    assert tokenizer.decode(tokenizer.encode("a"), after=prompt) == " a"
+
+
+def test_text_after_nothing_but_special_tokens_is_a_whole_one():
+    tokenizer = Tokenizer.from_gguf(sentencepiece())
+    assert tokenizer.encode("") == [1]
+    assert [1, *tokenizer.encode(" ab", after=[1])] == tokenizer.encode(" ab")
+    assert tokenizer.decode(tokenizer.encode("ab"), after=[1]) == "ab"
+
+
+def test_continuations_of_byte_level_text_are_like_any_text(demo):
+    prompt = demo.encode("The sk")
+    for text in ("y", " blue", "  é"):
+        assert demo.encode(text, after=prompt) == demo.encode(text)
+        assert demo.decode(demo.encode(text), after=prompt) == text
+
+
 # ---------------------------------------------------------------- tokenizer.json
 
 
@@ -282,6 +362,24 @@ def test_bos_is_added_as_the_tokenizer_file_or_its_settings_say(tmp_path):
     assert Tokenizer.from_file(path, {}, bos_token_id=0).encode("") == [0]
     assert Tokenizer.from_file(path, named | {"add_bos_token": False}).encode("") == []
     assert Tokenizer.from_file(save(tmp_path), named | {"add_bos_token": True}).encode("") == [0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda backend: backend.enable_truncation(max_length=4),
+        lambda backend: backend.enable_padding(pad_id=1, pad_token="</s>", length=40),
+    ],
+    ids=["truncation", "padding"],
+)
+def test_prompts_are_neither_cut_nor_padded_where_the_tokenizer_file_says_so(tmp_path, change):
+    tokenizer = Tokenizer.from_file(save(tmp_path, change), {"bos_token": "<s>", "add_bos_token": True})
+    assert len(tokenizer.encode("more than four characters")) == 1 + len("more than four characters")
+
+
+def test_a_file_that_pads_still_says_that_texts_begin_with_bos(tmp_path):
+    path = save(tmp_path, lambda backend: (add_bos(backend), backend.enable_padding(length=8)))
+    assert Tokenizer.from_file(path, {"bos_token": "<s>"}).encode("") == [0]
 
 
 def test_a_tokenizer_file_that_wraps_texts_otherwise_is_refused(tmp_path):
