@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jax_paged.arguments import integer
 from jax_paged.errors import InvariantError, OutOfPages
 from jax_paged.kernels import api as kernels
 from jax_paged.kernels.checks import KV_DTYPES
@@ -78,9 +79,7 @@ class CacheSpec:
         for name in (
             "num_layers", "num_kv_heads", "head_dim", "num_pages", "page_size", "max_seqs", "max_pages_per_seq",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         object.__setattr__(self, "dtype", np.dtype(jnp.dtype(self.dtype)))
         if self.dtype.name not in KV_DTYPES:
             raise ValueError(f"dtype={self.dtype.name!r} must be one of {', '.join(KV_DTYPES)}")

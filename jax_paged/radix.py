@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
 from jax_paged import radix_report
+from jax_paged.arguments import integers
 from jax_paged.radix_node import (
     TOKEN_BYTES,
     EvictionQueue,
@@ -62,7 +63,7 @@ class RadixTree:
         delivered all the same. None costs nothing; else each event copies the tokens of its prefix.
 
     Raises:
-      ValueError: page_size < 1, or a policy of another name.
+      ValueError: a page_size that is no integer of at least 1, or a policy of another name.
 
     Example:
       >>> tree = RadixTree(page_size=2)
@@ -75,9 +76,7 @@ class RadixTree:
     def __init__(
         self, page_size: int = 16, policy: Policy = "lru", on_event: Callable[[CacheEvent], object] | None = None
     ):
-        if page_size < 1:
-            raise ValueError(f"{page_size=} must be at least 1")
-        self.page_size = page_size
+        (self.page_size,) = integers(1, page_size=page_size)
         self._page_bytes = page_size * TOKEN_BYTES
         self._policy = policy
         self._listener = radix_report.Listener(on_event)

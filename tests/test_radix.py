@@ -451,8 +451,9 @@ def test_both_parts_of_a_split_edge_keep_their_time_of_insertion():
 def test_an_unknown_policy_or_page_size_is_refused():
     with pytest.raises(ValueError, match="policy='mru' is not one of lru, lfu, fifo"):
         RadixTree(policy="mru")
-    with pytest.raises(ValueError, match="page_size=0 must be at least 1"):
-        RadixTree(page_size=0)
+    for page_size in (0, 2.5):
+        with pytest.raises(ValueError, match=f"page_size={page_size} must be an integer of at least 1"):
+            RadixTree(page_size=page_size)
 
 
 def test_reset_is_refused_while_anything_is_locked_and_else_gives_every_page():  # F2
