@@ -152,7 +152,9 @@ def _generate(args: argparse.Namespace) -> None:
             for sample in output.outputs:
                 print(json.dumps(_as_json(prompt, output, sample), ensure_ascii=False))
     elif is_streamed:
-        _note(_closing_line_of_stream(*_stream(llm, ids[0], params)))
+        output, *compile_s = _stream(llm, ids[0], params)
+        _note(_closing_line_of_stream(output, *compile_s))
+        _check_ends([output])
         return
     else:
         outputs = llm.generate(ids, params)
@@ -160,6 +162,15 @@ def _generate(args: argparse.Namespace) -> None:
             for sample in output.outputs:
                 print(f"{prompt}{sample.text}\n")
     _note(_closing_line(outputs, time.monotonic() - started - llm.compile_s))
+    _check_ends(outputs)
+
+
+def _check_ends(outputs: "list[RequestOutput]") -> None:
+    """Raises RuntimeError if a text ended with an error."""
+    ends = [sample.finish_reason or "" for output in outputs for sample in output.outputs]
+    errors = [end.removeprefix("error:") for end in ends if end.startswith("error:")]
+    if errors:
+        raise RuntimeError(f"{len(errors)} of {len(ends)} texts ended early: {errors[0]}; try --dtype float32")
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

@@ -1,5 +1,6 @@
 """The command line, as processes that a person would start."""
 
+import argparse
 import json
 import os
 import re
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from jax_paged import cli
 from jax_paged.cli import main
+from jax_paged.request import CompletionOutput, RequestOutput, RequestTimes
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,17 @@ def test_chat_keeps_its_history_on_the_tree(run):
 )
 def test_a_callers_mistake_is_one_line_and_exit_code_2(refused, args: list[str], message: str):
     assert re.search(message, refused(*args))
+
+
+def test_texts_that_ended_with_an_error_are_one_line_and_exit_code_2(refused, monkeypatch: pytest.MonkeyPatch):
+    def generate(args: argparse.Namespace) -> None:
+        times = RequestTimes(0.0)
+        ends = ["length", "error:the model's logits are not numbers (NaN)"]
+        samples = [CompletionOutput(i, "", [], None, None, end) for i, end in enumerate(ends)]
+        cli._check_ends([RequestOutput(0, [1], samples, 0, True, times)])
+
+    monkeypatch.setattr(cli, "_generate", generate)
+    assert "1 of 2 texts ended early: the model's logits are not numbers (NaN); try" in refused("generate", "x")
 
 
 def test_a_mistake_ends_the_process_with_exit_code_2(run):
