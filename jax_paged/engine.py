@@ -589,7 +589,7 @@ class LLM:
                 raise
 
     def _step(self, max_steps: int) -> list[RequestOutput]:
-        most_tokens = self._buckets.tokens_of_next(self._scheduler.num_pending(), len(self._scheduler.running))
+        most_tokens = self._buckets.tokens_of_next(self._scheduler.num_pending, len(self._scheduler.running))
         plan = self._scheduler.plan(most_tokens, max_steps)
         if plan is None:
             return []

@@ -210,7 +210,7 @@ class Sequence:
         self.top_scores: list[dict[int, float]] = []
         self.finish_reason: str | None = None
         self.arrival = request.request_id
-        self.num_overtaken = 0  # by later ones, while it waited
+        self.num_overtaken = 0  # by later ones, while it waited near the front
         self.was_set_aside = False
         self.num_cached_tokens = 0  # at its first admission
         self.why_not_cached: str | None = None

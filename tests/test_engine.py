@@ -428,6 +428,16 @@ def test_generate_leaves_the_outputs_of_others_for_step():
     assert not llm.has_unfinished()
 
 
+@pytest.mark.parametrize("prefill", [False, True])
+def test_what_waits_is_counted_only_while_no_prefill_is_compiled(monkeypatch: pytest.MonkeyPatch, prefill: bool):
+    llm = engine(prefill=prefill)
+    counts: list[int] = []
+    num_pending = llm._scheduler.num_pending
+    monkeypatch.setattr(llm._scheduler, "num_pending", lambda: counts.append(num_pending()) or counts[-1])
+    llm.generate([prompt(5, seed=i) for i in range(8)], greedy(4))
+    assert counts[:1] == ([] if prefill else [8 * 5])
+
+
 def test_leaving_a_with_block_ends_everything():
     with engine() as llm:
         for seed in range(6):
