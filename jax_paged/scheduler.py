@@ -672,7 +672,9 @@ class Scheduler:
         seq.append(int(result.tokens[step, row]))
         wanted = seq.request.params.logprobs
         if wanted is not None and result.sampled is not None:
-            seq.logprobs.append(float(result.sampled[step].logprobs[row]))
+            logprob = float(result.sampled[step].logprobs[row])
+            seq.logprobs.append(logprob)
+            seq.cumulative_logprob += logprob
             seq.top_logprobs.append(result.sampled[step].top(row, wanted))
         self.counts["generated_tokens"] += 1
         if reason := seq.why_finished():

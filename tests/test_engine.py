@@ -1,5 +1,6 @@
 """The engine on a tiny model, with its books checked and its pool poisoned after every step."""
 
+import copy
 import gc
 import signal
 from collections.abc import Callable, Iterator
@@ -426,6 +427,38 @@ def test_generate_leaves_the_outputs_of_others_for_step():
     assert output.finished
     assert tokens_of(output) == alone(prompt(5, seed=1), greedy(3))
     assert not llm.has_unfinished()
+
+
+def test_outputs_are_made_for_those_who_read_them(monkeypatch: pytest.MonkeyPatch):
+    llm = engine()
+    made: list[int] = []
+    output_of = llm._output
+    monkeypatch.setattr(llm, "_output", lambda request: made.append(request.request_id) or output_of(request))
+    outputs = llm.generate([prompt(5), prompt(9, seed=1)], greedy(20))
+    assert sorted(made) == [output.request_id for output in outputs]
+    made.clear()
+    events = list(llm.stream(prompt(5), greedy(20)))
+    assert len(made) == len(events) == 20
+    made.clear()
+    llm.add_request(prompt(5), greedy(20))
+    (outputs,) = drive(llm).values()
+    assert len(made) == len(outputs) == 20
+
+
+def test_an_output_stays_as_it_is_while_its_request_goes_on():
+    llm = engine()
+    params = greedy(12, logprobs=2, n=2)
+    llm.add_request(prompt(9), params)
+    seen: list[tuple[jp.RequestOutput, jp.RequestOutput]] = []
+    while llm.has_unfinished():
+        seen += [(output, copy.deepcopy(output)) for output in llm.step()]
+    assert len(seen) == 12
+    for num_tokens, (output, before) in enumerate(seen, 1):
+        assert output == before
+        for sample in output.outputs:
+            assert len(sample.token_ids) == len(sample.logprobs) == len(sample.top_logprobs) == num_tokens
+            assert sample.cumulative_logprob == pytest.approx(sum(sample.logprobs))
+    assert len({id(output.prompt_token_ids) for output, _ in seen}) == 1
 
 
 @pytest.mark.parametrize("prefill", [False, True])
