@@ -1,5 +1,7 @@
 """Which compiled program a step runs through: the sizes that steps are padded to, few enough to be compiled soon."""
 
+from collections.abc import Callable
+
 from jax_paged.cache import CacheSpec
 from jax_paged.ledger import StepPlan
 from jax_paged.step import Bucket, is_plain
@@ -53,17 +55,18 @@ class Buckets:
         self._used.add(bucket)
         self.has_prefilled |= not bucket.one_token_rows
 
-    def tokens_of_next(self, num_pending: int, num_running: int) -> int:
+    def tokens_of_next(self, num_pending: Callable[[], int], num_running: int) -> int:
         """How many tokens the next step may have.
 
         While no prefill program has been compiled and little is to be prefilled, decode's does it, some tokens a
         step: that is sooner done than the compilation.
 
         Args:
-          num_pending: prompt tokens that are still to be computed.
+          num_pending: tells the prompt tokens that are still to be computed; asked only where they matter, since it
+            goes through all that wait.
           num_running: sequences that are on their way.
         """
-        if self._exact or self.has_prefilled or num_pending > _MAX_SMALL_PREFILL:
+        if self._exact or self.has_prefilled or num_pending() > _MAX_SMALL_PREFILL:
             return self.most_tokens
         return min(_power_of_two(num_running + 1), self.most_tokens)
 

@@ -255,13 +255,13 @@ class LLM:
         own = {request.request_id for request in requests}
         try:
             for request in requests:
+                request.only_end_is_read = True
                 self._enqueue(request)
                 if request.finished:
                     done[request.request_id] = self._end(request)
             while len(done) < len(requests):
                 self._advance(1 if self._streams else self._decode_steps or _DECODE_STEPS)
-                outputs = [self._undelivered.pop(request_id) for request_id in own & self._undelivered.keys()]
-                done |= {output.request_id: output for output in outputs if output.finished}
+                done |= {request_id: self._undelivered.pop(request_id) for request_id in own & self._undelivered.keys()}
         finally:
             for request in requests:
                 if request.request_id not in done:
@@ -636,7 +636,7 @@ class LLM:
                 raise
 
     def _step(self, max_steps: int) -> list[RequestOutput]:
-        most_tokens = self._buckets.tokens_of_next(self._scheduler.num_pending(), len(self._scheduler.running))
+        most_tokens = self._buckets.tokens_of_next(self._scheduler.num_pending, len(self._scheduler.running))
         plan = self._scheduler.plan(most_tokens, max_steps)
         if plan is None:
             return []
@@ -699,7 +699,12 @@ class LLM:
             requests[request.request_id] = request
             if request.times.first_token_s is None:
                 request.times = replace(request.times, first_token_s=now)
-        return [self._end(request) if request.finished else self._output(request) for request in requests.values()]
+        # An output before the last is a copy of all there is: made for `step` and streams alone.
+        return [
+            self._end(request) if request.finished else self._output(request)
+            for request in requests.values()
+            if request.finished or not request.only_end_is_read
+        ]
 
     def _end(self, request: Request) -> RequestOutput:
         """The last output of a request, which is then forgotten."""
@@ -715,7 +720,7 @@ class LLM:
         scored = params.prompt_logprobs is not None
         return RequestOutput(
             request_id=request.request_id,
-            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_token_ids=request.prompt_token_ids,
             outputs=[self._completion(seq) for seq in request.sequences],
             num_cached_tokens=first.num_cached_tokens,
             finished=request.finished,
@@ -732,7 +737,7 @@ class LLM:
             text=self._texts[seq].text(final=seq.finish_reason is not None),
             token_ids=seq.output_token_ids,
             logprobs=None if wanted is None else list(seq.logprobs),
-            cumulative_logprob=None if wanted is None else sum(seq.logprobs),
+            cumulative_logprob=None if wanted is None else seq.cumulative_logprob,
             finish_reason=seq.finish_reason,
             top_logprobs=list(seq.top_logprobs) if wanted else None,
         )

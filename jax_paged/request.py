@@ -182,7 +182,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request as it stands after a step."""
+    """A request as it stands after a step, which later steps leave alone.
+
+    All outputs of a request share one `prompt_token_ids`: copy it before you change it.
+    """
 
     request_id: int
     prompt_token_ids: list[int]
@@ -208,13 +211,15 @@ class Sequence:
         self.sample_index = sample_index
         self._tokens = np.array(request.prompt_token_ids, np.int32)
         self.num_tokens = self.num_prompt = len(self._tokens)
+        self._outputs: list[int] = []  # the sampled tokens once more, as those who ask want them
         self.logprobs: list[float] = []
+        self.cumulative_logprob = 0.0  # their sum, kept as they come
         self.top_logprobs: list[dict[int, float]] = []
         self.scores: list[float] = []  # log-probabilities of the prompt's tokens from request.score_from on
         self.top_scores: list[dict[int, float]] = []
         self.finish_reason: str | None = None
         self.arrival = request.request_id
-        self.num_overtaken = 0  # by later ones, while it waited
+        self.num_overtaken = 0  # by later ones, while it waited near the front
         self.was_set_aside = False
         self.num_cached_tokens = 0  # at its first admission
         self.why_not_cached: str | None = None
@@ -234,7 +239,7 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.tokens[self.num_prompt :].tolist()
+        return list(self._outputs)
 
     @property
     def num_outputs(self) -> int:
@@ -265,6 +270,7 @@ class Sequence:
         if self.num_tokens == len(self._tokens):
             self._tokens = np.resize(self._tokens, 2 * self.num_tokens + 16)
         self._tokens[self.num_tokens] = token
+        self._outputs.append(token)
         self.num_tokens += 1
 
     def why_finished(self) -> str | None:
@@ -309,7 +315,7 @@ class Request:
         held: bool = False,
     ) -> None:
         self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt_token_ids = list(prompt_token_ids)  # for all its outputs
         self.params = params
         self.seed = seed
         self.max_new_tokens = max_new_tokens
@@ -319,6 +325,7 @@ class Request:
         self.times = RequestTimes(arrival_s)
         self.score_from = score_from
         self.held = held
+        self.only_end_is_read = False  # whether nobody looks at what there is before all is done
         self.sequences = [Sequence(self, i) for i in range(params.n)]
 
     @property

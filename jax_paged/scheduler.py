@@ -5,6 +5,7 @@ pages on the device gathers in `Commands` and rides in the next step. The device
 `PageLedger` mirrors the reference counts, so that it knows beforehand how many pages there will be.
 """
 
+from bisect import bisect_left, insort
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jax_paged.ledger import Commands, Growth, PageLedger, Row, StepPlan, StepResult
-from jax_paged.radix import RadixTree, common_prefix_length
+from jax_paged.radix import RadixTree
 from jax_paged.request import Request, Sequence
 
 __all__ = ["MAX_STOP_IDS", "SCHEDULES", "Scheduler"]
@@ -22,9 +23,10 @@ SCHEDULES = ("lpm", "fcfs", "dfs")
 # Stop tokens that the device looks for by itself in several steps at once.
 MAX_STOP_IDS = 16
 
-# Waiting sequences whose cached prefix is looked up before a step; the others are too far back to matter.
-_LPM_WINDOW = 128
-# A sequence that this many later ones have overtaken goes next.
+# How many waiting sequences, from the first in line, a step looks at besides one for each free slot: at what of them is
+# cached or being computed, and whether others overtake them. The rest are too far back to matter, and may be many.
+_WINDOW = 128
+# A sequence that this many later ones have overtaken, once it was that far to the front, goes next.
 _MAX_OVERTAKEN = 32
 
 
@@ -88,7 +90,7 @@ class Scheduler:
         self.wait_for_prefix = wait_for_prefix
         self.ledger = PageLedger(num_pages)
         self.commands = Commands()
-        self.waiting: list[Sequence] = []
+        self.waiting: list[Sequence] = []  # by their place in line
         self.running: list[Sequence] = []
         # Sequences that keep their pages without a slot, the least recently used first. They may wait, too.
         self.held: dict[Sequence, None] = {}
@@ -110,7 +112,7 @@ class Scheduler:
         """Queues a request; one with nothing to compute is finished at once."""
         for seq in request.sequences:
             if seq.num_uncomputed > 0:
-                self.waiting.append(seq)
+                insort(self.waiting, seq, key=_line)
                 continue
             seq.finish_reason = "length"
             if request.held:
@@ -149,7 +151,7 @@ class Scheduler:
             seq.was_set_aside |= seq.num_computed > 0
             seq.node = seq.partial_node = None
             seq.slot, seq.pages, seq.num_computed = None, [], 0
-        self.waiting = [seq for seq in seqs if seq.finish_reason is None]
+        self.waiting = sorted((seq for seq in seqs if seq.finish_reason is None), key=_line)
         self.running = []
         self.held = {}
         self.free_slots = list(range(self.max_seqs - 1, -1, -1))
@@ -285,7 +287,11 @@ class Scheduler:
         return rows
 
     def _admit(self, rows: list[Row], max_tokens: int) -> list[Row]:
-        """Rows for waiting sequences, in order: none is passed over because a smaller one would fit."""
+        """Rows for waiting sequences, in order: none is passed over because a smaller one would fit.
+
+        Those who wait for a prefix or a twin that is being computed are passed over; behind `_WINDOW` of them all wait.
+        It is not for long: a prefill that leaves tokens for others ends in this step.
+        """
         budget = max_tokens - sum(row.num_tokens for row in rows)
         step_pages = sum(self._pages_to_grow(row.seq, row.num_tokens) for row in rows)
         admitted: list[Row] = []
@@ -319,9 +325,14 @@ class Scheduler:
         return twins
 
     def _enter(self, seq: Sequence) -> None:
-        self.waiting.remove(seq)
+        self._leave_line(seq)
         self.running.append(seq)
         seq.slot = self.free_slots.pop()
+
+    def _leave_line(self, seq: Sequence) -> None:
+        place = bisect_left(self.waiting, _line(seq), key=_line)
+        assert self.waiting[place] is seq, "a sequence does not wait where it should"
+        del self.waiting[place]
 
     def _attach(self, seq: Sequence) -> bool:
         """Gives a waiting sequence a slot and its cached prefix, if the pool has the pages for the rest of it.
@@ -401,12 +412,14 @@ class Scheduler:
             self.counts["query_tokens"] += seq.num_tokens
             self.counts["hit_tokens"] += seq.num_computed
         seq.num_cached_tokens = seq.num_computed
-        for other in self.waiting:
+        for other in self.waiting[:_WINDOW]:
             other.num_overtaken += other.arrival < seq.arrival
 
     def _in_order(self) -> list[Sequence]:
-        """The waiting sequences, the next first: those set aside, those overtaken too often, then by the schedule."""
-        line = sorted(self.waiting, key=_line)
+        """The waiting sequences that this step may get to, the next first: those set aside, those overtaken too often,
+        then by the schedule.
+        """
+        line = self.waiting[: _WINDOW + len(self.free_slots)]
         if self.schedule == "fcfs" or (self.schedule == "lpm" and self.tree is None):
             return line
 
@@ -415,7 +428,7 @@ class Scheduler:
             wish = 0 if first else self._wish(seq)
             return (seq.request.priority, not seq.was_set_aside, not first, wish, seq.arrival)
 
-        return sorted(line[:_LPM_WINDOW], key=key) + line[_LPM_WINDOW:]
+        return sorted(line[:_WINDOW], key=key) + line[_WINDOW:]
 
     def _wish(self, seq: Sequence) -> Any:
         """What "lpm" or "dfs" sort by, the smallest first."""
@@ -439,9 +452,9 @@ class Scheduler:
         if not prefills:
             return False
         tokens = seq.tokens[:-1]
-        cached = self.tree.peek(tokens, namespace=seq.request.namespace)
-        common = max(common_prefix_length(tokens, r.tokens) for r in prefills)
-        return common // self.page_size * self.page_size > cached
+        end = self.tree.peek(tokens, namespace=seq.request.namespace) + self.page_size  # of its next page
+        wanted = tokens[:end].tobytes()
+        return end <= len(tokens) and any(r.tokens[:end].tobytes() == wanted for r in prefills)
 
     # --- Pages ---
 
@@ -526,7 +539,7 @@ class Scheduler:
         """Takes a running sequence's pages away. What it had computed goes to the tree and may still be there later."""
         self._detach(seq)
         seq.was_set_aside = True
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=_line)
         self.counts["preemptions"] += 1
 
     def _detach(self, seq: Sequence) -> None:
@@ -663,7 +676,9 @@ class Scheduler:
         seq.append(token)
         wanted = seq.request.params.logprobs
         if wanted is not None and result.sampled is not None:
-            seq.logprobs.append(float(result.sampled[step].logprobs[row]))
+            logprob = float(result.sampled[step].logprobs[row])
+            seq.logprobs.append(logprob)
+            seq.cumulative_logprob += logprob
             seq.top_logprobs.append(result.sampled[step].top(row, wanted))
         self.counts["generated_tokens"] += 1
         if reason := seq.why_finished():
@@ -672,7 +687,7 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: str) -> None:
         seq.finish_reason = reason
         if seq.slot is None:
-            self.waiting.remove(seq)
+            self._leave_line(seq)
             if seq in self.held and not seq.request.held:
                 self.drop(seq)
         elif seq.request.held:
@@ -681,6 +696,8 @@ class Scheduler:
             self._detach(seq)
 
 
-def _line(seq: Sequence) -> tuple[int, int]:
-    """Where a sequence stands in line: by priority (lower first), then arrival."""
-    return seq.request.priority, seq.arrival
+def _line(seq: Sequence) -> tuple[int, int, int]:
+    """Where a sequence stands in line, it alone: by priority (lower first), then arrival, then its number among the
+    samples of its request.
+    """
+    return seq.request.priority, seq.arrival, seq.sample_index

@@ -561,6 +561,48 @@ def test_generate_leaves_the_outputs_of_others_for_step():
     assert not llm.has_unfinished()
 
 
+def test_outputs_are_made_for_those_who_read_them(monkeypatch: pytest.MonkeyPatch):
+    llm = engine()
+    made: list[int] = []
+    output_of = llm._output
+    monkeypatch.setattr(llm, "_output", lambda request: made.append(request.request_id) or output_of(request))
+    outputs = llm.generate([prompt(5), prompt(9, seed=1)], greedy(20))
+    assert sorted(made) == [output.request_id for output in outputs]
+    made.clear()
+    events = list(llm.stream(prompt(5), greedy(20)))
+    assert len(made) == len(events) == 20
+    made.clear()
+    llm.add_request(prompt(5), greedy(20))
+    (outputs,) = drive(llm).values()
+    assert len(made) == len(outputs) == 20
+
+
+def test_an_output_stays_as_it_is_while_its_request_goes_on():
+    llm = engine()
+    params = greedy(12, logprobs=2, n=2)
+    llm.add_request(prompt(9), params)
+    seen: list[tuple[jp.RequestOutput, jp.RequestOutput]] = []
+    while llm.has_unfinished():
+        seen += [(output, copy.deepcopy(output)) for output in llm.step()]
+    assert len(seen) == 12
+    for num_tokens, (output, before) in enumerate(seen, 1):
+        assert output == before
+        for sample in output.outputs:
+            assert len(sample.token_ids) == len(sample.logprobs) == len(sample.top_logprobs) == num_tokens
+            assert sample.cumulative_logprob == pytest.approx(sum(sample.logprobs))
+    assert len({id(output.prompt_token_ids) for output, _ in seen}) == 1
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_what_waits_is_counted_only_while_no_prefill_is_compiled(monkeypatch: pytest.MonkeyPatch, prefill: bool):
+    llm = engine(prefill=prefill)
+    counts: list[int] = []
+    num_pending = llm._scheduler.num_pending
+    monkeypatch.setattr(llm._scheduler, "num_pending", lambda: counts.append(num_pending()) or counts[-1])
+    llm.generate([prompt(5, seed=i) for i in range(8)], greedy(4))
+    assert counts[:1] == ([] if prefill else [8 * 5])
+
+
 def test_leaving_a_with_block_ends_everything():
     with engine() as llm:
         for seed in range(6):

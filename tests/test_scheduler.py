@@ -626,6 +626,48 @@ def test_requests_that_share_an_uncached_prefix_compute_it_once():
     rig.check_end()
 
 
+@pytest.mark.parametrize("num_shared", [0, 12])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_looks_at_few_of_many_that_wait(monkeypatch: pytest.MonkeyPatch, schedule: str, num_shared: int):
+    looked_at: set[int] = set()
+
+    class Watched(Sequence):
+        def __getattribute__(self, name: str) -> Any:
+            looked_at.add(id(self))
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr("jax_paged.request.Sequence", Watched)
+    rig = Rig(schedule=schedule, max_batch_tokens=64)
+    for i in range(1000):  # all but the first wait for its prefix in the first step, if they share one
+        rig.add([*tokens(num_shared), *tokens(4, seed=i + 1)], 3)
+    for i in range(20):
+        looked_at.clear()
+        rig.step()
+        # A window, one for each slot, and those that a binary search for each of four comes across.
+        assert len(looked_at) <= 128 + 4 + 4 * 12
+        if i == 0:
+            assert len(rig.plans[0].rows) == (1 if num_shared else 4)
+    for request in rig.requests[::-1]:
+        looked_at.clear()
+        rig.scheduler.abort(request)
+        assert len(looked_at) <= 16
+    rig.check_end()
+
+
+def test_samples_of_one_prompt_wait_in_their_order_whichever_is_set_aside():
+    rig = Rig(schedule="fcfs")
+    request = Request(
+        0, tokens(40), SamplingParams(n=3), seed=0, max_new_tokens=2, stop_token_ids=frozenset(), priority=1
+    )
+    rig.scheduler.add(request)
+    rig.step()
+    first = request.sequences[0]
+    assert first.num_computed == 16
+    rig.scheduler._set_aside(first)
+    assert rig.scheduler.waiting == request.sequences
+    assert [row.seq for row in rig.scheduler.plan().rows] == [first]
+
+
 def test_decodes_go_on_while_a_long_prompt_comes_in():
     rig = Rig(num_pages=64, max_batch_tokens=8)
     short = rig.add(tokens(4, seed=1), 12).sequences[0]
