@@ -16,15 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
+from jax_paged import audit
 from jax_paged import cache as pages
 from jax_paged.arguments import flag, function, integers
 from jax_paged.beam import beam_search
 from jax_paged.branch import Branch
 from jax_paged.buckets import Buckets
-from jax_paged.errors import InvariantError, RequestError
+from jax_paged.errors import RequestError
 from jax_paged.intake import Intake, Prompt, prompt_list
 from jax_paged.interrupts import uninterrupted
 from jax_paged.ledger import Commands, StepPlan, StepResult
@@ -500,38 +500,7 @@ class LLM:
     def _check(self) -> None:
         self._flush(self._scheduler.commands)
         self._scheduler.commands = Commands()
-        tree_pages = self._tree.pages() if self._tree is not None else set()
-        held_pages = [page for seq in self._scheduler.held for page in seq.pages]
-        pages.check(self._cache, tree_pages, held_pages)
-        ledger = self._scheduler.ledger
-        wrong = np.nonzero(np.asarray(self._cache.ref_counts) != ledger.ref_counts)[0]
-        if len(wrong) or int(self._cache.num_free) != ledger.num_free:
-            raise InvariantError(
-                f"host and device disagree: reference counts of pages {wrong[:20].tolist()}; free pages "
-                f"{ledger.num_free} and {int(self._cache.num_free)}"
-            )
-        tables, lens = np.asarray(self._cache.block_tables), np.asarray(self._cache.seq_lens)
-        for seq in self._scheduler.running:
-            row = tables[seq.slot][: len(seq.pages)].tolist()
-            if row != seq.pages or lens[seq.slot] != seq.num_computed:
-                raise InvariantError(f"slot {seq.slot} holds pages {row}, the scheduler has {seq.pages}")
-        self._check_tokens()
-        if self._tree is not None:
-            self._tree.check()
-
-    def _check_tokens(self) -> None:
-        """Whether each page holds the tokens that its holders believe it does."""
-        tokens = np.asarray(self._cache.tokens)
-        holders = [
-            (seq.pages, seq.tokens[: seq.num_computed]) for seq in (*self._scheduler.running, *self._scheduler.held)
-        ]
-        if self._tree is not None:
-            holders += [(node.pages, node.tokens) for node in self._tree.nodes()]
-        for held, expected in holders:
-            found = tokens[held].reshape(-1)[: len(expected)]
-            if (found != expected).any():
-                at = int(np.argmax(found != expected)) // self.spec.page_size
-                raise InvariantError(f"page {held[at]} is held for tokens that are not those it was written with")
+        audit.check_books(self._cache, self._scheduler)
 
     def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles the programs of all buckets, so that nothing compiles later."""
@@ -681,13 +650,7 @@ class LLM:
         return pack_commands(commands, self._capacity, self.spec.num_pages, self.spec.max_seqs)
 
     def _poison(self) -> None:
-        mask = np.zeros(self.spec.num_pages, bool)
-        mask[list(self._tree.pages() if self._tree is not None else ())] = True
-        written = np.zeros(self.spec.num_pages, np.int32)
-        for seq in self._scheduler.held:
-            starts = np.arange(len(seq.pages)) * self.spec.page_size
-            np.maximum.at(written, seq.pages, np.minimum(seq.num_computed - starts, self.spec.page_size))
-        self._cache = pages.poison(self._cache, mask, written)
+        self._cache = audit.poison(self._cache, self._scheduler)
         if self._pool_format is not None:
             self._cache = self._cache.replace(kv_pages=jax.device_put(self._cache.kv_pages, self._pool_format))
 
