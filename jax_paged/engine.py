@@ -212,6 +212,7 @@ class LLM:
         self._requests: dict[int, Request] = {}
         self._texts: dict[Sequence, GrowingText] = {}
         self._undelivered: dict[int, RequestOutput] = {}
+        self._awaited: set[int] = set()  # requests whose outputs are not for `step`
         self._streams: dict[int, deque[RequestOutput]] = {}
         self._is_busy = False
         self._has_lost_pool = False
@@ -254,6 +255,7 @@ class LLM:
         done: dict[int, RequestOutput] = {}
         own = {request.request_id for request in requests}
         try:
+            self._awaited |= own
             for request in requests:
                 request.only_end_is_read = True
                 self._enqueue(request)
@@ -263,6 +265,7 @@ class LLM:
                 self._advance(1 if self._streams else self._decode_steps or _DECODE_STEPS)
                 done |= {request_id: self._undelivered.pop(request_id) for request_id in own & self._undelivered.keys()}
         finally:
+            self._awaited -= own
             for request in requests:
                 if request.request_id not in done:
                     self._give_up(request)
@@ -414,8 +417,8 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Runs one step. Returns the requests that changed; `finished` says which are done."""
         self._advance(1 if self._streams else self._decode_steps or 1)
-        outputs, self._undelivered = self._undelivered, {}
-        return list(outputs.values())
+        ids = [request_id for request_id in self._undelivered if request_id not in self._awaited]
+        return [self._undelivered.pop(request_id) for request_id in ids]
 
     def abort(self, request_id: int) -> None:
         """Ends a request, wherever it is; its last output comes with the next `step`. One that has ended stays as
@@ -429,7 +432,7 @@ class LLM:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to tell."""
-        return self._scheduler.has_work() or bool(self._undelivered)
+        return self._scheduler.has_work() or not self._undelivered.keys() <= self._awaited
 
     # --- The books ---
 

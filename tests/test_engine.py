@@ -549,6 +549,25 @@ def test_a_stream_goes_on_when_someone_else_runs_the_steps():
     assert_baseline(llm)
 
 
+def test_step_leaves_the_outputs_of_generate_for_it(monkeypatch: pytest.MonkeyPatch):
+    llm = engine()
+    other = llm.add_request(prompt(5, seed=1), greedy(4))
+    advance, seen = llm._advance, []
+
+    def advance_and_step(max_steps: int) -> None:  # as another thread might, between two steps
+        advance(max_steps)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "_advance", lambda max_steps: None)
+            seen.extend(llm.step())
+
+    monkeypatch.setattr(llm, "_advance", advance_and_step)
+    assert tokens_of(llm.generate(prompt(9), greedy(6))[0]) == alone(prompt(9), greedy(6))
+    assert {output.request_id for output in seen} == {other}
+    assert tokens_of(seen[-1]) == alone(prompt(5, seed=1), greedy(4))
+    assert not llm.has_unfinished()
+    assert_baseline(llm)
+
+
 def test_generate_leaves_the_outputs_of_others_for_step():
     llm = engine()
     other = llm.add_request(prompt(5, seed=1), greedy(3))
