@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from jax_paged.kernels import aot, bounds
@@ -17,8 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )  # fmt: skip
     aot.add_pool_arguments(parser, page_sizes=[16, 128])
     parser.add_argument(
-        "--blocks", type=_blocks,
-        help="block sizes to try instead of the tuned ones, a JSON object with " + ", ".join(_BLOCK_NAMES),
+        "--blocks", type=_blocks, metavar="JSON",
+        help="block sizes to try instead of the tuned ones (which --json prints), all four, as in "
+        '{"kv_tokens": 2048, "compute_tokens": 512, "decode_tokens": 256, "q_tokens": 64}: tokens of KV fetched '
+        "together, of one turn of a prefill's inner loop, of one turn of a decode's, and of a tile of queries",
     )  # fmt: skip
     listings = parser.add_mutually_exclusive_group()
     listings.add_argument("--no-count", action="store_true", help="only say what compiles")
@@ -26,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", metavar="FOLDER",
         help="leave the compiler's listings there; bundles are in *ragged_paged_attention*final_bundles.txt",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="everything found, as JSON")
+    parser.add_argument("--json", action="store_true", help="everything found, as JSON; its fields are in the README")
 
 
 _BLOCK_NAMES = ("kv_tokens", "compute_tokens", "decode_tokens", "q_tokens")
@@ -37,52 +41,70 @@ def _blocks(text: str) -> dict[str, int]:
         blocks = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object ({error})") from None
-    if not isinstance(blocks, dict) or set(blocks) != set(_BLOCK_NAMES):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object with {', '.join(_BLOCK_NAMES)}, no more")
-    for name, value in blocks.items():
-        if not isinstance(value, int) or value < 1 or (name in ("compute_tokens", "decode_tokens") and value % 128):
-            raise argparse.ArgumentTypeError(
-                f"{name}={value!r} must be at least 1, compute and decode_tokens multiples of 128"
-            )
+    if not isinstance(blocks, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object with {', '.join(_BLOCK_NAMES)}")
+    for name in (*_BLOCK_NAMES, *blocks):
+        if name not in blocks or name not in _BLOCK_NAMES:
+            what = "is missing from it" if name not in blocks else "is no block size"
+            raise argparse.ArgumentTypeError(f"{text!r}: {name} {what}; give {', '.join(_BLOCK_NAMES)}")
+        value, unit = blocks[name], 128 if name in ("compute_tokens", "decode_tokens") else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < unit or value % unit:
+            wanted = "a whole number of at least 1" if unit == 1 else f"a multiple of {unit}"
+            raise argparse.ArgumentTypeError(f"{name}={value!r} must be {wanted}")
     return blocks
 
 
-def main(args: argparse.Namespace) -> None:
-    """Runs the command.
+def main(args: argparse.Namespace) -> int:
+    """Runs the command; 1 if the compiler failed at a row.
 
     Raises:
         ModuleNotFoundError: libtpu, which holds the compiler, is not installed.
         RuntimeError: the compiler's process died.
     """
+    columns = (args.chips, args.shapes, args.modes, args.page_sizes, args.kv_dtypes)
     specs = [
         aot.Spec(chip=chip, shape=shape, mode=mode, page_size=page_size, kv_dtype=kv_dtype, blocks=args.blocks)
-        for chip in args.chips
-        for shape in args.shapes
-        for mode in args.modes
-        for page_size in args.page_sizes
-        for kv_dtype in args.kv_dtypes
+        for chip, shape, mode, page_size, kv_dtype in itertools.product(*map(dict.fromkeys, columns))
     ]
     found = aot.compile_specs(specs, count=not args.no_count, keep=args.keep)
     rows = (row | _bound(row) for row in found)
-    if args.json:
-        print(json.dumps({"assumptions": bounds.ASSUMPTIONS, "rows": list(rows)}))
-        return
-    print(_HEADER)
-    targets = []
+    return (_print_json if args.json else _print_table)(rows, not args.no_count)
+
+
+def _print_json(rows: Iterable[dict[str, Any]], is_counted: bool) -> int:
+    """A row at a time: whoever stops it has what there is."""
+    num_failed = 0
+    print(f'{{"assumptions": {json.dumps(bounds.ASSUMPTIONS)}, "rows": [')
+    for i, row in enumerate(rows):
+        num_failed += row["status"] == "failed"
+        print((", " if i else "") + json.dumps(row | {"target": _target(row)}), flush=True)
+    print("]}")
+    return int(num_failed > 0)
+
+
+def _print_table(rows: Iterable[dict[str, Any]], is_counted: bool) -> int:
+    num_failed, targets = 0, []
+    print(_HEADER if is_counted else _HEADER[: _HEADER.index("VMEM")].rstrip())
     for row in rows:
+        num_failed += row["status"] == "failed"
         print(_line(row), flush=True)
         targets += [target] if (target := _target(row)) else []
     if targets:
         print("\nTargets:", *targets, sep="\n  ")
-    if not args.no_count:
+    if is_counted:
         print("\nAssumed:", *bounds.ASSUMPTIONS, sep="\n  ")
+    return int(num_failed > 0)
 
 
 def _bound(row: dict[str, Any]) -> dict[str, Any]:
     if "loops" not in row:
         return {}
-    bound = bounds.bound(row)
-    return {"bound": dataclasses.asdict(bound) | {"bound_by": bound.bound_by}}
+    bound, inner = bounds.bound(row), bounds.inner_loop(row)
+    busy = {unit: inner.busy(unit, row["capacity"]) for unit in inner.slots}
+    return {
+        "bound": dataclasses.asdict(bound) | {"bound_by": bound.bound_by},
+        "inner_loop": dataclasses.asdict(inner) | {"busy": busy},
+    }
 
 
 def _target(row: dict[str, Any]) -> str | None:
@@ -92,16 +114,22 @@ def _target(row: dict[str, Any]) -> str | None:
     name, bound = f"{row['chip']} {row['shape']} {row['mode']}, page {row['page_size']}", row["bound"]
     if row["mode"] == "prefill":
         busy = bounds.inner_loop(row).busy("MXU", row["capacity"])
-        return f"{name}: matrix slots busy {100 * busy:.0f}%, of {100 * bounds.PREFILL_MXU_BUSY:.0f}% wanted"
+        verdict = _verdict(busy >= bounds.PREFILL_MXU_BUSY)
+        return f"{name}: matrix slots busy {100 * busy:.0f}%, of {100 * bounds.PREFILL_MXU_BUSY:.0f}% wanted: {verdict}"
     if row["mode"] != "decode" or row["chip"] not in bounds.RPA_V3_BUNDLES:
         return None
     inner, others = bounds.RPA_V3_BUNDLES[row["chip"]]
     if row["page_size"] not in others:
         return None
+    loop, rest, other = bound["bundles_per_512_tokens"], bound["other_bundles"], others[row["page_size"]]
     return (
-        f"{name}: {bound['bundles_per_512_tokens']:.0f} bundles per 512 tokens, RPA v3 {inner}; "
-        f"the rest of the program {bound['other_bundles']}, RPA v3 {others[row['page_size']]}"
+        f"{name}: {loop:.0f} bundles per 512 tokens, RPA v3 {inner}; the rest of the program {rest}, RPA v3 {other}: "
+        f"{_verdict(loop <= inner and rest <= other)}"
     )
+
+
+def _verdict(is_met: bool) -> str:
+    return "met" if is_met else "MISSED"
 
 
 _HEADER = (

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,7 +208,7 @@ def compile_specs(specs: Sequence[Spec], *, count: bool = True, keep: str | None
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError(
             "compiling for TPU needs libtpu, which pip install 'jax-paged[tpu]' brings; in a checkout, "
-            "uv run --isolated --group tpu-compiler jax-paged kernels does without installing it"
+            "pip install -e '.[tpu]', or uv run --isolated --group tpu-compiler jax-paged kernels"
         )
     return _compile_elsewhere(specs, count, keep)
 
@@ -227,19 +228,24 @@ def _compile_elsewhere(specs: Sequence[Spec], count: bool, keep: str | None) -> 
         ) as worker:
             assert worker.stdin is not None
             assert worker.stdout is not None
-            worker.stdin.write(json.dumps(job))
-            worker.stdin.close()
+            # Open until this process ends, however it does: then the worker ends, too, in the middle of a compilation.
+            worker.stdin.write(json.dumps(job) + "\n")
+            worker.stdin.flush()
             for line in worker.stdout:
                 if line.startswith('{"chip"'):
                     found += 1
                     yield json.loads(line)
+                if found == len(specs):
+                    break
+            worker.stdin.close()
         if found != len(specs):
             said.seek(0)
             raise RuntimeError(f"the compiling process ended with code {worker.returncode}: {said.read()[-2000:]}")
 
 
 def _worker() -> None:
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=lambda: os._exit(sys.stdin.read() != ""), daemon=True).start()
     for fields in job["specs"]:
         dump = None if job["dump"] is None else Path(job["dump"])
         print(json.dumps(_compile(Spec(**fields), dump)), flush=True)
@@ -247,14 +253,16 @@ def _worker() -> None:
 
 def _compile(spec: Spec, dump: Path | None) -> dict[str, Any]:
     from .tpu import supports
-    from .tuning import Blocks, choose_blocks
+    from .tuning import Blocks, checked_blocks, choose_blocks
 
     found: dict[str, Any] = dataclasses.asdict(spec)
     call = spec.call()
     if reason := supports(call):
         return found | {"status": "refused", "reason": reason}
     try:
-        blocks = choose_blocks(call, spec.chip) if spec.blocks is None else Blocks(**spec.blocks)
+        blocks = choose_blocks(call, spec.chip)
+        if spec.blocks is not None:
+            blocks = checked_blocks(call, Blocks(**spec.blocks), spec.chip)
     except ValueError as error:
         return found | {"status": "refused", "reason": str(error)}
     before = set() if dump is None else set(dump.iterdir())

@@ -85,7 +85,8 @@ def ragged_paged_attention(
 
     Row r attends from tokens `cu_q_lens[r] .. cu_q_lens[r + 1]` of `q`, the last of its `kv_lens[r]` tokens, to
     the pages `page_indices[r]`, into which this step's keys and values are already written. Lengths are data:
-    one compiled program serves every mix of them. The exact semantics are in `reference.ragged_paged_attention`.
+    one compiled program serves every mix of them. The exact semantics are in `kernels/reference.py`. Under
+    `jax.shard_map`, over KV heads, give that `check_vma=False`.
 
     Args:
         q: f32|bf16|f16[max_tokens, num_q_heads, head_dim], rows back to back. Tokens beyond
@@ -121,7 +122,7 @@ def ragged_paged_attention(
 
     Example:
         >>> out = ragged_paged_attention(
-        ...     q, kv_pages, kv_lens, block_tables, cu_q_lens, num_seqs, sm_scale=head_dim**-0.5)
+        ...     q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=head_dim**-0.5)
 
     PagedAttention: Kwon et al. 2023, arXiv 2309.06180, section 4.1.
     """
@@ -360,7 +361,9 @@ def _change_pool(
     if reason and implementation is None:
         return by_xla(*arrays)
     if reason:
-        raise NotImplementedError(f"{implementation=} cannot {verb} this: {reason}; implementation=None chooses")
+        raise NotImplementedError(
+            f"{implementation=} cannot {verb} this: {reason}; implementation=None chooses one that can"
+        )
     _check_platform(implementation, interpret, *arrays)
     kernel = partial(kernel, interpret=interpret)
     if implementation is not None:

@@ -55,7 +55,8 @@ def check_arrays(
         ("num_seqs", num_seqs, (1,)),
     ):
         if array.shape != shape:
-            raise ValueError(f"{name}.shape={array.shape} must be {shape}, with {max_seqs=} from page_indices")
+            why = "" if name == "num_seqs" else f", with {max_seqs=} from page_indices"
+            raise ValueError(f"{name}.shape={array.shape} must be {shape}{why}")
         if array.dtype != jnp.int32:
             raise ValueError(f"{name}.dtype={array.dtype} must be int32; use {name}.astype(jnp.int32)")
 

@@ -81,11 +81,32 @@ def choose_blocks(call: AttentionCall, chip: str | None = None) -> Blocks:
             wanted //= 2
         else:
             raise ValueError(
-                f"{call.num_q_heads=}, {call.num_kv_heads=}, {call.head_dim=}, {call.page_size=}: the smallest blocks "
-                f"need {needed_bytes(call, blocks)} bytes of vector memory, of {vmem - _SPARE_BYTES} to be had on "
-                f"{chip or 'the chip'}; use "
-                "smaller pages, or split the heads over more devices"
+                f"num_q_heads={call.num_q_heads}, num_kv_heads={call.num_kv_heads}, head_dim={call.head_dim}, "
+                f"page_size={call.page_size}: the smallest blocks need {needed_bytes(call, blocks)} bytes of vector "
+                f"memory, of {vmem - _SPARE_BYTES} to be had on {chip or 'the chip'}; use smaller pages, or split the "
+                "heads over more devices"
             )
+
+
+def checked_blocks(call: AttentionCall, blocks: Blocks, chip: str) -> Blocks:
+    """Block sizes of someone's own as the kernel takes them: a decode has tiles of one query.
+
+    Raises:
+        ValueError: they cannot be, or do not fit the chip's vector memory.
+    """
+    if call.decode_only:
+        blocks = replace(blocks, q_tokens=1, compute_tokens=blocks.decode_tokens)
+    if blocks.kv_tokens % call.page_size:
+        raise ValueError(f"kv_tokens={blocks.kv_tokens} must be a multiple of page_size={call.page_size}")
+    if blocks.q_tokens & (blocks.q_tokens - 1):
+        raise ValueError(f"q_tokens={blocks.q_tokens} must be a power of two")
+    blocks = replace(blocks, vmem_bytes=VMEM_BYTES[chip])
+    needed, there = needed_bytes(call, blocks), VMEM_BYTES[chip] - _SPARE_BYTES
+    if needed > there:
+        raise ValueError(
+            f"these blocks need {needed:,} bytes of vector memory, of {there:,} on {chip}; make them smaller"
+        )
+    return blocks
 
 
 def _blocks(call: AttentionCall, wanted: int, q_tokens: int) -> Blocks:

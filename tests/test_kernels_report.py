@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jax_paged import kernels_report
-from jax_paged.kernels import aot, bounds
+from jax_paged.kernels import aot, bounds, tuning
 from jax_paged.kernels.aot import Loop
 
 LISTING = """\
@@ -132,7 +132,7 @@ def test_the_report_prints_a_row_a_shape_and_its_assumptions(
     printed = capsys.readouterr().out
     assert "100% of HBM" in printed
     assert "refused: too large" in printed
-    assert "400 bundles per 512 tokens, RPA v3 1050; the rest of the program 449, RPA v3 1840" in printed
+    assert "400 bundles per 512 tokens, RPA v3 1050; the rest of the program 449, RPA v3 1840: met" in printed
     assert all(assumption in printed for assumption in bounds.ASSUMPTIONS)
     kernels_report.main(arguments("--json"))
     report = json.loads(capsys.readouterr().out)
@@ -154,12 +154,14 @@ def test_without_libtpu_the_error_names_the_extra_that_brings_it(monkeypatch: py
         (["--blocks", "{"], "'{' is no JSON object"),
         (
             ["--blocks", '{"kv_tokens": 1}'],
-            "must be a JSON object with kv_tokens, compute_tokens, decode_tokens, q_tokens",
+            "compute_tokens is missing from it; give kv_tokens, compute_tokens, decode_tokens, q_tokens",
         ),
         (
             ["--blocks", '{"kv_tokens": 512, "compute_tokens": 256, "decode_tokens": 100, "q_tokens": 16}'],
-            "decode_tokens=100 must be at least 1, compute and decode_tokens multiples of 128",
+            "decode_tokens=100 must be a multiple of 128",
         ),
+        (["--blocks", '{"kv_tokens": true}'], "kv_tokens=True must be a whole number of at least 1"),
+        (["--blocks", "[]"], "'[]' must be a JSON object with kv_tokens"),
         (["--no-count", "--keep", "x"], "--keep: not allowed with argument --no-count"),
     ],
 )
@@ -170,3 +172,29 @@ def test_options_that_cannot_be_are_refused_by_name(
         arguments(*options)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ({"kv_tokens": 1000}, "kv_tokens=1000 must be a multiple of page_size=16"),
+        ({"q_tokens": 24}, "q_tokens=24 must be a power of two"),
+        ({"kv_tokens": 2**20}, r"bytes of vector memory, of 133,693,440 on v6e; make them smaller"),
+    ],
+)
+def test_block_sizes_of_ones_own_that_cannot_be_are_refused(blocks: dict[str, int], message: str) -> None:
+    sizes = {"kv_tokens": 512, "compute_tokens": 512, "decode_tokens": 256, "q_tokens": 64} | blocks
+    call = aot.Spec(chip="v6e", shape="llama3-8b", mode="prefill", page_size=16).call()
+    with pytest.raises(ValueError, match=message):
+        tuning.checked_blocks(call, tuning.Blocks(**sizes), "v6e")
+
+
+def test_a_row_that_fails_in_the_compiler_is_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = found("decode", 200) | {"status": "failed", "reason": "out of memory"}
+    del row["loops"]
+    monkeypatch.setattr(aot, "compile_specs", lambda specs, **_: iter([row]))
+    for options in ([], ["--json"]):
+        assert kernels_report.main(arguments(*options)) == 1
+        assert "out of memory" in capsys.readouterr().out

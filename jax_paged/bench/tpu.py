@@ -152,8 +152,10 @@ def _shares(case: Case, kernel_us: float) -> tuple[float | None, float | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark from the command line; 1 if the kernel was wrong, 2 if there is no TPU."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dry-run", action="store_true", help="rehearse without a TPU: small, interpreted, untimed")
+    parser = argparse.ArgumentParser(prog="python -m jax_paged.bench.tpu", description=__doc__)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="rehearse without a TPU: small, interpreted, untimed; a minute or two"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     args = parser.parse_args(argv)
     if not args.dry_run and jax.default_backend() != "tpu":
@@ -166,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_line(results[-1]), flush=True)
     wrong = sum(not result.is_right for result in results)
     if args.json:
-        print(json.dumps([asdict(result) for result in results]))
+        rows = [asdict(result) | {"is_right": result.is_right} for result in results]
+        print(json.dumps({"tolerance": TOLERANCE, "results": rows}))
     else:
         print(f"{len(results) - wrong} of {len(results)} right: an error of at most {TOLERANCE:.0e} of the norm")
     return int(wrong > 0)

@@ -19,24 +19,30 @@ _MAX_TOKENS = 128 * 1024
 def cannot_write(pool_shape: tuple[int, ...], dtype: Any, num_tokens: int) -> str | None:
     """Why `write_tokens` cannot write to a pool, or None if it can."""
     if jnp.dtype(dtype) == jnp.float16:
-        return "float16, which TPUs do not have; use bfloat16"
+        return "kv_pages.dtype is float16, which TPUs do not have; use bfloat16"
     num_heads, pack = pool_shape[2], packing(dtype)
     if num_heads % pack:
         return (
-            f"{num_heads // 2} KV heads of {jnp.dtype(dtype).name}: {pack} neighbouring K and V heads must fill a "
-            f"32-bit word; needs a multiple of {pack // 2}"
+            f"kv_pages has {num_heads // 2} KV heads of {jnp.dtype(dtype).name}: {pack} neighbouring K and V heads "
+            f"must fill a 32-bit word; needs a multiple of {pack // 2}"
         )
     if num_tokens > _MAX_TOKENS:
-        return f"{num_tokens} tokens: their slots must fit in scalar memory, which takes {_MAX_TOKENS}; write in parts"
+        return (
+            f"slot_mapping has {num_tokens} tokens: their slots must fit in scalar memory, which takes {_MAX_TOKENS}; "
+            "write in parts"
+        )
     return None
 
 
 def cannot_copy(dtype: Any, num_pages: int) -> str | None:
     """Why `copy_pages` cannot copy so many pages of a pool, or None if it can."""
     if jnp.dtype(dtype) == jnp.float16:
-        return "float16, which TPUs do not have; use bfloat16"
+        return "kv_pages.dtype is float16, which TPUs do not have; use bfloat16"
     if num_pages > _MAX_TOKENS // 2:
-        return f"{num_pages} pages: their ids must fit in scalar memory, which takes {_MAX_TOKENS // 2}; copy in parts"
+        return (
+            f"src has {num_pages} pages: their ids must fit in scalar memory, which takes {_MAX_TOKENS // 2}; copy in "
+            "parts"
+        )
     return None
 
 
