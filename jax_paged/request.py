@@ -63,7 +63,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     seed: int | None = None
-    stop: str | AnySequence[str] = ()
+    stop: str | AnySequence[str] = ()  # None, as others have it here and below, becomes none of them
     stop_token_ids: AnySequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -96,16 +96,17 @@ class SamplingParams:
         """Makes each option what its type says, or tells which one cannot be."""
 
         def integers(values: Any) -> tuple[int, ...]:
-            return tuple(map(operator.index, values))
+            return () if values is None else tuple(map(operator.index, values))
 
         def strings(values: Any) -> tuple[str, ...]:
-            values = (values,) if isinstance(values, str) else tuple(values or ())
+            values = (values,) if isinstance(values, str) else () if values is None else tuple(values)
             if not all(isinstance(value, str) for value in values):
                 raise TypeError
             return values
 
         def biases(values: Any) -> dict[int, float]:
-            return {operator.index(token): float(bias) for token, bias in dict(values).items()}
+            values = {} if values is None else dict(values)
+            return {operator.index(token): float(bias) for token, bias in values.items()}
 
         kinds: list[tuple[str, Callable[[Any], Any], tuple[str, ...]]] = [
             ("an integer", operator.index, ("n", "top_k", "min_tokens")),

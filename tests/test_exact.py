@@ -75,3 +75,12 @@ def test_samples_and_branches_have_the_bits_of_requests_alone():
     _, among_others = llm.beam_search([PROMPTS[4], PROMPTS[5]], beam_width=3, max_tokens=5)
     assert bits(among_others) == bits(beams)
     tiny.assert_baseline(llm)
+
+
+def test_log_probabilities_of_a_prompt_are_refused():
+    llm = tiny.engine(exact=True, **ROOM)
+    with pytest.raises(jp.RequestError, match="not to be had with exact=True"):
+        llm.generate(PROMPTS[2], jp.SamplingParams(prompt_logprobs=0))
+    with llm.prefill(PROMPTS[2]) as branch, pytest.raises(jp.RequestError, match="not to be had with exact=True"):
+        branch.logprobs([1, 2])
+    tiny.assert_baseline(llm)

@@ -590,3 +590,7 @@ def test_one_program_serves_every_mix_and_history_is_traced_once():
 def test_sampling_params_out_of_range_are_refused(options, message: str):
     with pytest.raises(ValueError, match=message):
         jp.SamplingParams(**options)
+
+
+def test_none_leaves_stops_and_biases_out():
+    assert jp.SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == jp.SamplingParams()
