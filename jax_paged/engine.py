@@ -212,7 +212,7 @@ class LLM:
         self._requests: dict[int, Request] = {}
         self._texts: dict[Sequence, GrowingText] = {}
         self._undelivered: dict[int, RequestOutput] = {}
-        self._awaited: set[int] = set()  # requests whose outputs are not for `step`
+        self._awaited: set[int] = set()  # requests of which only the last output is read, and not by `step`
         self._streams: dict[int, deque[RequestOutput]] = {}
         self._is_busy = False
         self._has_lost_pool = False
@@ -257,7 +257,6 @@ class LLM:
         try:
             self._awaited |= own
             for request in requests:
-                request.only_end_is_read = True
                 self._enqueue(request)
                 if request.finished:
                     done[request.request_id] = self._end(request)
@@ -669,7 +668,7 @@ class LLM:
         return [
             self._end(request) if request.finished else self._output(request)
             for request in requests.values()
-            if request.finished or not request.only_end_is_read
+            if request.finished or request.request_id not in self._awaited
         ]
 
     def _end(self, request: Request) -> RequestOutput:

@@ -326,7 +326,6 @@ class Request:
         self.times = RequestTimes(arrival_s)
         self.score_from = score_from
         self.held = held
-        self.only_end_is_read = False  # whether nobody looks at what there is before all is done
         self.sequences = [Sequence(self, i) for i in range(params.n)]
 
     @property
