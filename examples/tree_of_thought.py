@@ -1,7 +1,8 @@
 """Tree of thought (Yao et al. 2023, arXiv 2305.10601): propose several next thoughts, keep the best, go on from there.
 
 A state is a branch: its forks share all its pages, and each copies at most the last one. A proposal is what a fork
-generates, scored by its log-probability. Every proposal also runs from its first token on, as it would without sharing.
+generates, all of them in one batch, scored by its log-probability. Every proposal also runs from its first token on, as
+it would without sharing.
 """
 
 import time
@@ -32,13 +33,14 @@ state = llm.prefill(PROMPT)
 for level in range(NUM_LEVELS):
     start = time.perf_counter()
     forks = [state.fork() for _ in range(NUM_PROPOSALS)]
-    thoughts = [fork.generate(params(seed)) for seed, fork in enumerate(forks)]
+    thoughts = llm.generate(forks, [params(seed) for seed in range(NUM_PROPOSALS)])
     seconds_shared += time.perf_counter() - start
 
     start = time.perf_counter()
     for seed in range(NUM_PROPOSALS):
-        (alone,) = llm.generate(state.token_ids, params(seed), namespace=f"alone {level} {seed}")
-        assert alone.num_cached_tokens == 0
+        llm.add_request(state.token_ids, params(seed), namespace=f"alone {level} {seed}")
+    while llm.has_unfinished():
+        assert all(output.num_cached_tokens == 0 for output in llm.step())
     seconds_alone += time.perf_counter() - start
 
     best = max(thoughts, key=lambda thought: thought.outputs[0].cumulative_logprob)

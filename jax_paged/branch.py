@@ -78,18 +78,12 @@ class Branch:
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
         """Samples, and goes on from what was sampled: all tokens but a stop token at the end become the branch's.
 
+        Several branches together, as one batch: `llm.generate(branches)`.
+
         Raises:
           RequestError: for more than one sample (fork instead), or a branch that is as long as can be.
         """
-        self._need_open()
-        if params is not None and getattr(params, "n", 1) != 1:
-            raise RequestError(f"n={params.n} samples on one branch; fork it, and generate from each")
-        request = self.start(params)
-        try:
-            (output,) = self._llm._run([request])
-        finally:  # interrupted, it keeps what there is
-            self.take(request)
-        return output
+        return self._llm.generate([self], params)[0]
 
     def logprobs(self, tokens: str | Sequence[int] | np.ndarray) -> list[float]:
         """The log-probability of each of the tokens, or those of a text, were they to follow, as in `extend`.
@@ -148,6 +142,8 @@ class Branch:
     def start(self, params: SamplingParams | None) -> Request:
         """A request that goes on from here, to be run by the engine and then given to `take`."""
         self._need_open()
+        if params is not None and getattr(params, "n", 1) != 1:
+            raise RequestError(f"n={params.n} samples on one branch; fork it, and generate from each")
         request = self._request(self._token_ids, params, held=True)
         self._hand_over(request)
         return request

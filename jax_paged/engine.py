@@ -223,17 +223,17 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | AnySequence[Prompt],
+        prompts: Prompt | Branch | AnySequence[Prompt | Branch],
         params: SamplingParams | AnySequence[SamplingParams | None] | None = None,
         *,
         namespace: Hashable = None,
     ) -> list[RequestOutput]:
-        """Runs prompts to their end.
+        """Runs prompts to their end, together.
 
         Args:
-          prompts: one or several, each a string or token ids.
+          prompts: one or several, each a string, token ids, or a branch, which grows as in `Branch.generate`.
           params: one for all, or one each; None is `SamplingParams()`.
-          namespace: only prompts of the same namespace share cached prefixes.
+          namespace: only prompts of the same namespace share cached prefixes. A branch has its own.
 
         Returns:
           One output a prompt, in their order.
@@ -248,7 +248,23 @@ class LLM:
             raise RequestError(f"{params=} must be SamplingParams, a list of them, or None for their defaults")
         if len(params) != len(prompts):
             raise RequestError(f"{len(params)} SamplingParams for {len(prompts)} prompts; give one, or one a prompt")
-        return self._run([self._intake.request(prompt, p, namespace) for prompt, p in zip(prompts, params)])
+        branches = [prompt for prompt in prompts if isinstance(prompt, Branch)]
+        if len(set(branches)) < len(branches):
+            raise RequestError("a branch stands twice among the prompts; fork it, and generate from each")
+        if any(branch._llm is not self for branch in branches):
+            raise RequestError("a branch of another LLM, whose pages are not here; prefill its token_ids")
+        requests: list[Request] = []
+        try:
+            for prompt, p in zip(prompts, params):
+                if isinstance(prompt, Branch):
+                    requests.append(prompt.start(p))
+                else:
+                    requests.append(self._intake.request(prompt, p, namespace))
+            return self._run(requests)
+        finally:  # interrupted, branches keep what there is
+            for prompt, request in zip(prompts, requests):
+                if isinstance(prompt, Branch):
+                    prompt.take(request)
 
     def _run(self, requests: AnySequence[Request]) -> list[RequestOutput]:
         """Runs requests to their end; the outputs of others go where they are waited for."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_paged.branch import Branch
 from jax_paged.cache import CacheSpec
 from jax_paged.errors import RequestError
 from jax_paged.request import Request, SamplingParams
@@ -163,12 +164,12 @@ class Intake:
         return self._tokenizer
 
 
-def prompt_list(prompts: Prompt | AnySequence[Prompt]) -> list[Prompt]:
+def prompt_list[P: (Prompt, Prompt | Branch)](prompts: P | AnySequence[P]) -> list[P]:
     """Tells one prompt from several: token ids are numbers, prompts are not."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Branch):
         return [prompts]
     each = _listed(prompts)
-    is_one = bool(each) and not isinstance(each[0], str) and np.ndim(each[0]) == 0
+    is_one = bool(each) and not isinstance(each[0], str | Branch) and np.ndim(each[0]) == 0
     return [each] if is_one else each
 
 

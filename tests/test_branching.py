@@ -283,6 +283,49 @@ def test_a_branch_extends_generates_and_scores_in_turn(prefix_cache: bool):
     assert_baseline(llm)
 
 
+@pytest.mark.parametrize("sizes", [{}, TINY_POOL], ids=["pool", "tiny_pool"])
+def test_branches_and_prompts_generate_together(sizes: dict[str, Any]):
+    llm = engine(**sizes)
+    with llm.prefill(prompt(9)) as root, root.fork() as left, root.fork() as right:
+        left.extend([5])
+        for _ in range(2):  # from where they were, and from where that has brought them
+            tokens = [left.token_ids, prompt(7, seed=1), right.token_ids]
+            before = llm.stats()["steps"]
+            outputs = llm.generate([left, prompt(7, seed=1), right], greedy(6))
+            assert llm.stats()["steps"] - before <= 8 or sizes
+            assert [output.outputs[0].token_ids for output in outputs] == [likeliest(ids, 6) for ids in tokens]
+            assert [left.token_ids, right.token_ids] == [ids + likeliest(ids, 6) for ids in tokens[::2]]
+            assert root.token_ids == prompt(9)
+        (output,) = llm.generate(root, greedy(3))
+        assert root.token_ids == prompt(9) + output.outputs[0].token_ids == prompt(9) + likeliest(prompt(9), 3)
+    assert_baseline(llm)
+
+
+def test_branches_that_cannot_generate_together_are_refused_and_stay_as_they_were():
+    llm = engine()
+    with llm.prefill(prompt(6)) as left, llm.prefill(prompt(7)) as right, right.fork() as closed:
+        closed.close()
+        refused: list[tuple[list[Any], Any, str]] = [
+            ([left, right, left], None, r"a branch stands twice among the prompts; fork it"),
+            ([left, [61]], None, r"61 is not a token id"),
+            ([left, closed], None, r"this branch is closed"),
+            ([left, right], [greedy(2), greedy(n=2)], r"n=2 samples on one branch"),
+            ([left, right], [greedy(2)], r"1 SamplingParams for 2 prompts"),
+        ]
+        before = llm.stats()
+        for prompts, params, message in refused:
+            with pytest.raises(jp.RequestError, match=message):
+                llm.generate(prompts, params)
+            assert (left.token_ids, right.token_ids, llm.stats()) == (prompt(6), prompt(7), before)
+        with pytest.raises(jp.RequestError, match=r"a branch of another LLM.*prefill its token_ids"):
+            engine().generate(left)
+        with pytest.raises(jp.RequestError, match=r"neither text nor a list of token ids"):
+            llm.add_request(left)
+        outputs = llm.generate((left, right), greedy(4))
+        assert [output.outputs[0].token_ids for output in outputs] == [likeliest(prompt(n), 4) for n in (6, 7)]
+    assert_baseline(llm)
+
+
 def test_what_a_branch_holds_is_not_computed_again():
     llm = engine(prefix_cache=False)
     with llm.prefill(prompt(20)) as root:

@@ -25,7 +25,7 @@ from jax_paged.ledger import Commands, StepPlan, StepResult
 from jax_paged.memory import page_bytes, pool_format
 from jax_paged.models.llama import Llama, random_weights
 from jax_paged.models.load import LoadedModel
-from jax_paged.step import Bucket, pack_commands, pack_inputs, run_step
+from jax_paged.step import Bucket, jit_step, pack_commands, pack_inputs, run_step
 from jax_paged.tokenizer import Tokenizer
 
 SIZES = [tiny.PAGES_OF_1, tiny.SIZES, tiny.PAGES_OF_16]
@@ -341,18 +341,20 @@ def test_new_weights_count_from_the_next_request_on_and_old_prefixes_do_not():
 
 
 def test_stats_tell_how_many_run_wait_and_are_held():
-    llm = engine(max_seqs=2)
+    llm = engine()
     with llm.prefill(prompt(5)):
-        for seed in range(4):
+        for seed in range(6):
             llm.add_request(prompt(5, seed), greedy(9))
         llm.step()
-        assert [llm.stats()[name] for name in ("running", "waiting", "held")] == [2, 2, 1]
+        assert [llm.stats()[name] for name in ("running", "waiting", "held")] == [4, 2, 1]
     llm.close()
     assert [llm.stats()[name] for name in ("running", "waiting", "held")] == [0, 0, 0]
 
 
-def test_nothing_compiles_after_warmup():
-    llm = engine(debug_checks=False, num_pages=20, max_model_len=72, max_batch_tokens=8)  # sizes of this test alone
+def test_nothing_compiles_after_warmup(monkeypatch: pytest.MonkeyPatch):
+    # What other tests have compiled would serve this engine, warm or not.
+    monkeypatch.setattr("jax_paged.engine.run_step", jit_step())
+    llm = engine(debug_checks=False)
     llm.warmup()
     before = llm.stats()["compilations"]
     rng = np.random.default_rng(0)
@@ -415,7 +417,7 @@ def test_e2_no_page_that_is_held_when_a_call_begins_is_handed_out_in_it(
     decode_steps_per_call: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     # In a call of several steps the short ones end long before the long one takes its last page.
-    llm = engine(decode_steps_per_call=decode_steps_per_call, prefix_cache=False)
+    llm = tiny.engine(decode_steps_per_call=decode_steps_per_call, prefix_cache=False)
     ended_with_pages_taken_after = 0
     dispatch = llm._dispatch
 
@@ -1004,13 +1006,14 @@ def test_a_pool_without_a_size_holds_the_longest_sequences_there_can_be():
 
 
 def test_a_pool_in_a_format_of_its_own_is_the_same_pool(monkeypatch: pytest.MonkeyPatch):
+    expected = [alone(prompt(9), greedy(8)), alone(prompt(14, 1), greedy(8))]
     # As on a TPU; on a CPU, row-major is what it is anyway.
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     row_major = Format(Layout(major_to_minor=(0, 1, 2, 3)), here)
     monkeypatch.setattr("jax_paged.engine.pool_format", lambda device: row_major)
     llm = engine(prefill=False)
     outputs = llm.generate([prompt(9), prompt(14, seed=1)], greedy(8))
-    assert [tokens_of(output) for output in outputs] == [alone(prompt(9), greedy(8)), alone(prompt(14, 1), greedy(8))]
+    assert [tokens_of(output) for output in outputs] == expected
     assert llm.stats()["compilations"] == 1
     assert all(layer.format.layout.major_to_minor == (0, 1, 2, 3) for layer in llm._cache.kv_pages)
     assert_baseline(llm)
