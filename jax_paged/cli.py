@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax_paged import kernels_report
+
 if TYPE_CHECKING:
     from jax_paged.engine import LLM
     from jax_paged.models.load import LoadedModel
@@ -41,7 +43,7 @@ _STREAM_SEQS = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = _parser(argv[:1] == ["kernels"])
+    parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not any(word.startswith("-") for word in rest) and isinstance(getattr(args, "prompt", None), list):
         args.prompt += rest  # prompts after an option
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.enable()
 
 
-def _parser(for_kernels: bool = False) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jax-paged", description="Language models in JAX on a paged KV pool and a prefix tree."
     )
@@ -98,11 +100,8 @@ def _parser(for_kernels: bool = False) -> argparse.ArgumentParser:
     bench.set_defaults(command=_bench)
 
     kernels = commands.add_parser("kernels", help="compile the TPU kernel for chips that are not here, and count")
-    if for_kernels:  # whose options come from what imports jax
-        from jax_paged import kernels_report
-
-        kernels_report.add_arguments(kernels)
-        kernels.set_defaults(command=kernels_report.main)
+    kernels_report.add_arguments(kernels)
+    kernels.set_defaults(command=kernels_report.main)
 
     env = commands.add_parser("env", help="versions, devices, and which kernel runs")
     env.set_defaults(command=_env)

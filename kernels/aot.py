@@ -19,9 +19,10 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .api import AttentionCall
+if TYPE_CHECKING:
+    from .api import AttentionCall
 
 # The topology to compile for.
 CHIPS = {
@@ -82,7 +83,9 @@ class Spec:
     blocks: dict[str, int] | None = None  # None: those of `tuning.py`
     shards: int = 1  # more: under shard_map, each device with the shape's heads, on the chip's `SHARDED_TOPOLOGIES`
 
-    def call(self) -> AttentionCall:
+    def call(self) -> "AttentionCall":
+        from .api import AttentionCall
+
         heads, kv_heads, head_dim = SHAPES[self.shape]
         max_seqs, max_tokens = MODES[self.mode]
         pages_per_seq = CONTEXT_TOKENS // self.page_size
@@ -289,7 +292,7 @@ def _compile(spec: Spec, dump: Path | None) -> dict[str, Any]:
     }
 
 
-def _compile_attention(spec: Spec, call: AttentionCall, blocks: Any) -> None:
+def _compile_attention(spec: Spec, call: "AttentionCall", blocks: Any) -> None:
     import jax
     import numpy as np
     from jax.experimental import topologies

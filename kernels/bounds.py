@@ -8,8 +8,6 @@ upper bounds. `ASSUMPTIONS` says it for people.
 from dataclasses import dataclass
 from typing import Any
 
-import jax.experimental.pallas.tpu as pltpu
-
 from ._compat import cdiv
 from .aot import CONTEXT_TOKENS, MODES, SHAPES, Loop
 
@@ -162,5 +160,7 @@ def tile_loops(loops: list[Loop]) -> list[_TileLoops]:
 
 
 def _chip(chip: str) -> Any:
+    import jax.experimental.pallas.tpu as pltpu
+
     version = getattr(pltpu.ChipVersion, _CHIP_VERSIONS[chip])
     return pltpu.get_tpu_info_for_chip(version, 1)

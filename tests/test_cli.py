@@ -154,9 +154,18 @@ def test_env_says_which_kernel_runs_and_why(run):
 
 
 def test_help_does_not_import_jax_and_the_package_starts_no_backend():
-    ask_for_help = "import jax_paged.cli as c\ntry: c.main(['generate', '--help'])\nexcept SystemExit: pass\n"
+    ask_for_help = """
+import jax_paged.cli
+for command in ([], ["generate"], ["chat"], ["bench"], ["kernels"], ["env"]):
+    try:
+        jax_paged.cli.main([*command, "--help"])
+    except SystemExit:
+        pass
+"""
     has_jax = "import sys; print('jax' in sys.modules)"
-    assert python(ask_for_help + has_jax).splitlines()[-1] == "False"
+    printed = python(ask_for_help + has_jax)
+    assert printed.count("usage: jax-paged") == 6
+    assert printed.splitlines()[-1] == "False"
     assert python(f"import jax_paged as jp; jp.RadixTree; jp.SamplingParams; {has_jax}") == "False\n"
     has_backend = "from jax._src import xla_bridge as b; print(b.backends_are_initialized())"
     assert python(f"import jax_paged as jp; jp.LLM; {has_backend}") == "False\n"
