@@ -39,10 +39,12 @@ def generate(weights, cache, prompt_tokens):
         hidden, cache = model(tokens, cache, batch)
         return cache, jnp.argmax(model.logits(hidden[batch.last_tokens]), axis=1).astype(jnp.int32)
 
+    def for_each_slot(change, cache):
+        return jax.lax.fori_loop(0, num_seqs, change, cache)
+
     def free_finished(cache, num_done):
-        for slot in range(num_seqs):
-            cache = jp.free(cache, jnp.where(num_done >= num_new[slot], slot, none))  # an empty slot stays empty
-        return cache
+        is_done = num_done >= jnp.array(num_new)  # an empty slot stays empty
+        return for_each_slot(lambda slot, c: jp.free(c, jnp.where(is_done[slot], slot, none)), cache)
 
     def decode(state):
         cache, last, out, num_free, step = state
@@ -56,8 +58,7 @@ def generate(weights, cache, prompt_tokens):
         out = out.at[:, step].set(jnp.where(running, last, -1))
         return cache, last, out, num_free.at[step].set(cache.num_free), step + 1
 
-    for slot in range(num_seqs):
-        cache = jp.allocate(cache, slot, prompt_lens[slot])
+    cache = for_each_slot(lambda slot, c: jp.allocate(c, slot, jnp.array(prompt_lens)[slot]), cache)
     cache, first = next_tokens(cache, prompt_tokens, jnp.arange(num_seqs), prompt_lens)
     out = jnp.full((num_seqs, most_new), -1).at[:, 0].set(first)
     num_free = jnp.zeros(most_new, jnp.int32).at[0].set(cache.num_free)
