@@ -103,6 +103,7 @@ CASES = (
     Case(name="window_of_pages", kv_lens=(200, 300, 30), q_lens=(1, 50, 1), sliding_window=33),
     Case(name="window_longer_than_all", kv_lens=(20, 35), q_lens=(1, 18), sliding_window=1000),
     Case(name="not_causal", kv_lens=(20, 35, 3), q_lens=(1, 18, 5), causal=False),
+    Case(name="not_causal_group_8", kv_lens=(40, 9), q_lens=(17, 9), num_q_heads=8, num_kv_heads=1, causal=False),
     Case(name="soft_cap", kv_lens=(20, 35), q_lens=(1, 18), soft_cap=2.0),
     Case(name="sinks", kv_lens=(20, 35, 0, 0, 200), q_lens=(1, 18, 1, 2, 1), sinks=True),
     Case(name="scales", kv_lens=(20, 35), q_lens=(1, 18), k_scale=0.5, v_scale=3.0),

@@ -27,7 +27,7 @@ from jax_paged.kernels.tuning import Blocks
 # Compiling is most of a test's time, so by default run the cases that differ in lengths alone, and one for each thing
 # that the kernel does differently; the other named cases run with --long.
 LENGTHS = ("mixed", "empty_rows", "fewer_keys_than_queries", "nothing_but_padding")
-QUICK = ("everything", "group_3_dim_64", "int8_kv")
+QUICK = ("everything", "group_3_dim_64", "int8_kv", "not_causal_group_8")
 
 
 @pytest.fixture(autouse=True)

@@ -252,6 +252,7 @@ class Tile:
                     refs["tile_m"][head, rows] = jnp.broadcast_to(m, (self.word_rows, LANES))
 
     def _hidden(self, cut: Cut) -> jax.Array:
+        """What is added to the scores of each row, or, in one row, to those of all that see the same keys."""
         plan = self.plan
         row = jax.lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
         query = floordiv(row, self.pack) & (plan.blocks.q_tokens - 1)
@@ -298,7 +299,9 @@ class Tile:
                 scores = _dot(plan, refs["tile_q"][*following], k, 1)
             if waiting is not None:
                 self._accumulate(*waiting)
-            s = _cap(plan, s) if hidden is None else _cap(plan, s) + hidden[here[1]]
+            s = _cap(plan, s)
+            if hidden is not None:
+                s += hidden if hidden.shape[0] == 1 else hidden[here[1]]
             p, shrink, refs["tile_m"][*here], refs["tile_l"][*here] = _softmax_step(
                 plan, s, refs["tile_m"][*here], refs["tile_l"][*here]
             )
