@@ -33,9 +33,9 @@ class Branch:
     def __init__(self, llm: "LLM", token_ids: Sequence[int], namespace: Hashable = None) -> None:
         self._llm = llm
         self._namespace = namespace
-        self._token_ids = list(token_ids)
+        self._token_ids: list[int] = []
         self._is_closed = False
-        self._compute()
+        self._compute(list(token_ids))
 
     # --- What it is ---
 
@@ -71,14 +71,13 @@ class Branch:
           RequestError: they do not fit, or are no tokens of this model. The branch is as it was.
         """
         self._need_open()
-        longer = self._request(self._token_ids + self._encode(tokens), max_new_tokens=0)  # raises if it cannot be
-        self._token_ids = list(longer.prompt_token_ids)
-        self._compute()
+        self._compute(self._token_ids + self._encode(tokens))
 
     def generate(self, params: SamplingParams | None = None) -> RequestOutput:
-        """Samples, and goes on from what was sampled: all tokens but a stop token at the end become the branch's.
+        """Samples, and goes on from what was sampled: all tokens but a stop token at the end become the branch's, those
+        of a stop string among them.
 
-        Several branches together, as one batch: `llm.generate(branches)`.
+        Several branches together, as one batch: `llm.generate(branches)`. Forks with the same seed say the same.
 
         Raises:
           RequestError: for more than one sample (fork instead), or a branch that is as long as can be.
@@ -111,8 +110,8 @@ class Branch:
     def close(self) -> None:
         """Gives its pages back. What the prefix tree has of them stays there until the room is needed."""
         if not self._is_closed:
-            self._is_closed = True
             self._drop()
+            self._is_closed = True
 
     def __repr__(self) -> str:
         return f"<Branch of {len(self.token_ids)} tokens>"
@@ -151,6 +150,8 @@ class Branch:
     def take(self, request: Request) -> None:
         """Makes what a request of `start` gave part of the branch."""
         (seq,) = request.sequences
+        if seq.finish_reason is None:  # nobody runs it any more
+            self._llm._abandoned.append(request)
         self._token_ids = seq.tokens.tolist()
         if seq.finish_reason == "stop" and self._token_ids[-1] in request.stop_token_ids:
             self._token_ids.pop()
@@ -168,9 +169,11 @@ class Branch:
                 self._llm._scheduler.share(twin._held, self._held)
         return twin
 
-    def _compute(self) -> None:
-        request = self._request(self._token_ids, max_new_tokens=0, held=True)
+    def _compute(self, token_ids: list[int]) -> None:
+        """Makes these its tokens, and computes them. Refused, it stays as it was."""
+        request = self._request(token_ids, max_new_tokens=0, held=True)
         self._hand_over(request)
+        self._token_ids = token_ids
         (self.computed,) = self._llm._run([request])
 
     def _hand_over(self, request: Request) -> None:

@@ -280,10 +280,9 @@ class LLM:
                 self._advance(1 if self._streams else self._decode_steps or _DECODE_STEPS)
                 done |= {request_id: self._undelivered.pop(request_id) for request_id in own & self._undelivered.keys()}
         finally:
-            self._awaited -= own
-            for request in requests:
-                if request.request_id not in done:
-                    self._give_up(request)
+            with uninterrupted():  # another Ctrl-C, too, waits until all are given up
+                self._awaited -= own
+                self._give_up([request for request in requests if request.request_id not in done])
         return [done[request.request_id] for request in requests]
 
     def stream(
@@ -318,7 +317,7 @@ class LLM:
         finally:
             self._streams.pop(request.request_id, None)
             if not is_finalizing():  # there is nothing left to free, and half of what it would take is gone
-                self._give_up(request)
+                self._give_up([request])
 
     def chat(
         self,
@@ -439,7 +438,7 @@ class LLM:
         """Ends a request, wherever it is; its last output comes with the next `step`. One that has ended stays as
         it is.
         """
-        with self._exclusively():
+        with self._exclusively(), self._starting_over():
             request = self._requests.get(request_id)
             if request is not None:
                 self._scheduler.abort(request)
@@ -533,7 +532,9 @@ class LLM:
                 progress(i + 1, len(buckets))
 
     def close(self) -> None:
-        """Ends all requests, closes all branches and forgets the cached prefixes."""
+        """Ends all requests, takes all pages from branches and forgets the cached prefixes. What is used all the same
+        afterwards is computed anew.
+        """
         for request_id in list(self._requests):
             self.abort(request_id)
         self._undelivered.clear()
@@ -573,21 +574,41 @@ class LLM:
                 self._is_busy = False
 
     def _free_abandoned(self) -> None:
-        while self._abandoned:
-            left = self._abandoned.popleft()
-            if isinstance(left, Sequence):
-                self._scheduler.drop(left)
-            elif left.request_id in self._requests:
-                self._scheduler.abort(left)
-                self._end(left)
+        with self._starting_over():
+            while self._abandoned:
+                left = self._abandoned.popleft()
+                if isinstance(left, Sequence):
+                    self._scheduler.drop(left)
+                elif left.request_id in self._requests:
+                    self._scheduler.abort(left)
+                    self._end(left)
 
-    def _give_up(self, request: Request) -> None:
-        """Ends a request that nobody waits for any more."""
-        if self._is_busy:  # the garbage collector closes a stream in the middle of a step, or another thread has it
-            self._abandoned.append(request)
-        else:
-            self.abort(request.request_id)
-        self._undelivered.pop(request.request_id, None)
+    def _give_up(self, requests: list[Request]) -> None:
+        """Ends requests that nobody waits for any more: all of them, with this call or, at the latest, the next."""
+        self._abandoned.extend(requests)
+        # If it is busy, the garbage collector closes a stream in the middle of a step, or another thread has it.
+        if requests and not self._is_busy:
+            with self._exclusively():
+                pass  # it has freed them
+        for request in requests:
+            self._undelivered.pop(request.request_id, None)
+
+    @contextmanager
+    def _starting_over(self) -> Iterator[None]:
+        """Where something breaks off inside, nobody knows how far it came, on the device or in the books: those of an
+        empty pool take their place, and what is not done waits again.
+        """
+        try:
+            yield
+        except BaseException:
+            requests = list(self._requests.values())
+            self._scheduler.start_over(requests)
+            # There may be no room for two: the next call makes another, or fails to, and leaves it to the next.
+            for array in jax.tree.leaves(self._cache):
+                array.delete()
+            self._has_lost_pool = True
+            self._deliver([self._end(request) for request in requests if request.finished])
+            raise
 
     def _enqueue(self, request: Request) -> None:
         with self._exclusively():
@@ -609,18 +630,8 @@ class LLM:
 
     def _advance(self, max_steps: int) -> None:
         """Runs a step, or several in one call, and delivers what came of it."""
-        with self._exclusively():
-            try:
-                self._deliver(self._step(max_steps))
-            except BaseException:  # nobody knows how far the step came, on the device or in the books
-                requests = list(self._requests.values())
-                self._scheduler.start_over(requests)
-                # There may be no room for two: the next call makes another, or fails to, and leaves it to the next.
-                for array in jax.tree.leaves(self._cache):
-                    array.delete()
-                self._has_lost_pool = True
-                self._deliver([self._end(request) for request in requests if request.finished])
-                raise
+        with self._exclusively(), self._starting_over():
+            self._deliver(self._step(max_steps))
 
     def _step(self, max_steps: int) -> list[RequestOutput]:
         most_tokens = self._buckets.tokens_of_next(self._scheduler.num_pending, len(self._scheduler.running))

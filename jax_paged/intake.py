@@ -145,6 +145,8 @@ class Intake:
                 )
             return ids
         ids = _listed(text_or_ids)
+        if any(isinstance(token, Branch) for token in ids):
+            raise RequestError("branches and token ids in one list; give branches and whole prompts side by side")
         for token in ids:
             is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
             if not is_integer or not 0 <= token < self._config.vocab_size:
@@ -175,6 +177,8 @@ def prompt_list[P: (Prompt, Prompt | Branch)](prompts: P | AnySequence[P]) -> li
 
 def _listed(values: Any) -> list[Any]:
     """An array or an iterable with an order as a list, arrays of one number in it as numbers."""
+    if isinstance(values, Branch):
+        raise RequestError("a branch is no prompt here; give its token_ids")
     try:
         if isinstance(values, bytes | bytearray | set | frozenset | dict):
             raise TypeError

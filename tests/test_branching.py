@@ -1,9 +1,10 @@
 """Many ways on from one prompt: samples, branches and beam search, against the dense model and against runs alone."""
 
 import gc
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import count, permutations
 from typing import Any
 
 import numpy as np
@@ -311,6 +312,11 @@ def test_branches_that_cannot_generate_together_are_refused_and_stay_as_they_wer
             ([left, closed], None, r"this branch is closed"),
             ([left, right], [greedy(2), greedy(n=2)], r"n=2 samples on one branch"),
             ([left, right], [greedy(2)], r"1 SamplingParams for 2 prompts"),
+            (
+                [[left], [right]],
+                None,
+                r"branches and token ids in one list; give branches and whole prompts",
+            ),
         ]
         before = llm.stats()
         for prompts, params, message in refused:
@@ -319,8 +325,9 @@ def test_branches_that_cannot_generate_together_are_refused_and_stay_as_they_wer
             assert (left.token_ids, right.token_ids, llm.stats()) == (prompt(6), prompt(7), before)
         with pytest.raises(jp.RequestError, match=r"a branch of another LLM.*prefill its token_ids"):
             engine().generate(left)
-        with pytest.raises(jp.RequestError, match=r"neither text nor a list of token ids"):
-            llm.add_request(left)
+        for call in (llm.add_request, llm.stream, llm.prefill):
+            with pytest.raises(jp.RequestError, match=r"a branch is no prompt here; give its token_ids"):
+                call(left)
         outputs = llm.generate((left, right), greedy(4))
         assert [output.outputs[0].token_ids for output in outputs] == [likeliest(prompt(n), 4) for n in (6, 7)]
     assert_baseline(llm)
@@ -647,6 +654,55 @@ def test_e1_ctrl_c_in_a_branch_leaves_it_usable(monkeypatch: pytest.MonkeyPatch,
         for each in (branch, twin):
             expected = likeliest(each.token_ids, 5)
             assert each.generate(greedy(5)).outputs[0].token_ids == expected
+    assert_baseline(llm)
+
+
+@pytest.mark.parametrize("first", [2, 6, 9])
+@pytest.mark.parametrize("between", [1, 2, 3, 5])
+def test_ctrl_c_twice_leaves_no_request_and_all_branches_usable(first: int, between: int):
+    ticks = count()
+    is_on = False
+
+    def clock() -> float:
+        tick = next(ticks)
+        if is_on and tick in (first, first + between):
+            signal.raise_signal(signal.SIGINT)
+        return float(tick)
+
+    llm = engine(clock=clock, decode_steps_per_call=1)
+    branches = [llm.prefill(prompt(9, seed)) for seed in range(3)]
+    ticks, is_on = count(), True
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(branches, greedy(12))
+    is_on = False
+    llm.check()
+    assert not llm.has_unfinished()
+    assert not llm._requests
+    for branch in branches:
+        expected = likeliest(branch.token_ids, 4)
+        assert branch.generate(greedy(4)).outputs[0].token_ids == expected
+        branch.close()
+    assert_baseline(llm)
+
+
+def test_what_is_refused_in_the_middle_of_a_step_has_not_happened():
+    todo: list[Callable[[], object]] = []
+
+    def clock() -> float:
+        while todo and llm._is_busy:
+            with pytest.raises(jp.RequestError, match="the engine is in the middle of a step"):
+                todo.pop()()
+        return 0.0
+
+    llm = engine(clock=clock)
+    running, closed, extended = (llm.prefill(prompt(9, seed)) for seed in range(3))
+    todo += [closed.close, lambda: extended.extend([1, 2]), lambda: extended.generate(greedy(2))]
+    running.generate(greedy(3))
+    assert not todo
+    assert extended.token_ids == prompt(9, 2)
+    assert extended.generate(greedy(3)).outputs[0].token_ids == likeliest(prompt(9, 2), 3)
+    for branch in (running, closed, extended):
+        branch.close()
     assert_baseline(llm)
 
 
