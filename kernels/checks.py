@@ -12,6 +12,8 @@ from jax.typing import ArrayLike
 Q_DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 KV_DTYPES = (*Q_DTYPES, *QUANTISED_DTYPES)
+# Of numbers that scores are multiplied by: with a factor of their own, kernels must stay inside float32.
+_LARGEST = 1e38
 
 
 def check_pool(kv_pages: jax.Array) -> None:
@@ -67,8 +69,10 @@ def check_options(*, sliding_window: int | None, soft_cap: float | None, **optio
     for name, flag in (("causal", causal), ("return_lse", options["return_lse"])):
         if not isinstance(flag, bool | np.bool_):
             raise ValueError(f"{name}={flag!r} must be True or False, and static: it is compiled in")
-    if not math.isfinite(_number(sm_scale)):
-        raise ValueError(f"{sm_scale=} must be a finite Python float; multiply q by a traced scale instead")
+    if not abs(_number(sm_scale)) <= _LARGEST:
+        raise ValueError(
+            f"{sm_scale=} must be a Python float of at most {_LARGEST} in size; multiply q by a traced scale instead"
+        )
     if sliding_window is not None:
         window = _number(sliding_window)
         if isinstance(sliding_window, bool) or not (window >= 1 and window.is_integer()):
@@ -78,8 +82,8 @@ def check_options(*, sliding_window: int | None, soft_cap: float | None, **optio
                 f"{sliding_window=} with causal=False is not defined (before the token, or to both sides?); "
                 "use causal=True, or sliding_window=None"
             )
-    if soft_cap is not None and not 0 < _number(soft_cap) < math.inf:
-        raise ValueError(f"{soft_cap=} must be finite and > 0; use None for no cap")
+    if soft_cap is not None and not 0 < _number(soft_cap) <= _LARGEST:
+        raise ValueError(f"{soft_cap=} must be > 0 and at most {_LARGEST}; use None for no cap")
     # Plain Python numbers: the options become a compilation key.
     return {
         "sm_scale": float(sm_scale),

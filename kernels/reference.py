@@ -50,9 +50,10 @@ def ragged_paged_attention(
 
     So a sink takes part in the softmax with value zero, scaled and capped by nothing, and counts in `lse`. A
     token that sees nothing has out 0 and lse -inf (with sinks: lse = sink). A token that belongs to no row
-    (beyond `cu_q_lens[num_seqs[0]]`) has out 0 and lse -inf, sinks or not. What is not seen is not read: NaN
-    there changes nothing. With one exception, for the Pallas kernels: of a page that a window cuts, positions before
-    the window must hold finite numbers, as they do where sequences were written from their start.
+    (beyond `cu_q_lens[num_seqs[0]]`) has out 0 and lse -inf, sinks or not. What none of a row's queries sees is not
+    read: NaN there changes nothing. With one exception, for the Pallas kernels: of a page that a window cuts, positions
+    before the window must hold finite numbers, as they do where sequences were written from their start. NaN that one
+    query sees may reach the others of its row, and its other heads, in all implementations but this one.
 
     Args, returns: as in `api.ragged_paged_attention`; `decode_only` changes no result.
     """
