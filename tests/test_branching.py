@@ -672,8 +672,12 @@ def test_ctrl_c_twice_leaves_no_request_and_all_branches_usable(first: int, betw
     llm = engine(clock=clock, decode_steps_per_call=1)
     branches = [llm.prefill(prompt(9, seed)) for seed in range(3)]
     ticks, is_on = count(), True
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(branches, greedy(12))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which background processes are without
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(branches, greedy(12))
+    finally:
+        signal.signal(signal.SIGINT, before)
     is_on = False
     llm.check()
     assert not llm.has_unfinished()
