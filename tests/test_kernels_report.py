@@ -178,6 +178,10 @@ def test_options_that_cannot_be_are_refused_by_name(
     ("blocks", "message"),
     [
         ({"kv_tokens": 1000}, "kv_tokens=1000 must be a multiple of page_size=16"),
+        ({"kv_tokens": 0}, "kv_tokens=0 must be a multiple of 1, at least 1"),
+        ({"compute_tokens": 100}, "compute_tokens=100 must be a multiple of 128, at least 128"),
+        ({"decode_tokens": 0}, "decode_tokens=0 must be a multiple of 128, at least 128"),
+        ({"q_tokens": 0}, "q_tokens=0 must be a multiple of 1, at least 1"),
         ({"q_tokens": 24}, "q_tokens=24 must be a power of two"),
         ({"kv_tokens": 2**20}, r"bytes of vector memory, of 133,693,440 on v6e; make them smaller"),
     ],
