@@ -33,24 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="everything found, as JSON; its fields are in the README")
 
 
-_BLOCK_NAMES = ("kv_tokens", "compute_tokens", "decode_tokens", "q_tokens")
-
-
 def _blocks(text: str) -> dict[str, int]:
     try:
         blocks = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object ({error})") from None
     if not isinstance(blocks, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object with {', '.join(_BLOCK_NAMES)}")
-    for name in (*_BLOCK_NAMES, *blocks):
-        if name not in blocks or name not in _BLOCK_NAMES:
-            what = "is missing from it" if name not in blocks else "is no block size"
-            raise argparse.ArgumentTypeError(f"{text!r}: {name} {what}; give {', '.join(_BLOCK_NAMES)}")
-        value, unit = blocks[name], 128 if name in ("compute_tokens", "decode_tokens") else 1
-        if not isinstance(value, int) or isinstance(value, bool) or value < unit or value % unit:
-            wanted = "a whole number of at least 1" if unit == 1 else f"a multiple of {unit}"
-            raise argparse.ArgumentTypeError(f"{name}={value!r} must be {wanted}")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object with {', '.join(aot.BLOCK_UNITS)}")
+    try:
+        aot.check_block_sizes(blocks)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return blocks
 
 

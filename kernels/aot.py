@@ -70,6 +70,22 @@ def _tokens(text: str) -> int:
     return int(text)
 
 
+# Of `tuning.Blocks`, and what each must be a multiple of.
+BLOCK_UNITS = {"kv_tokens": 1, "compute_tokens": 128, "decode_tokens": 128, "q_tokens": 1}
+
+
+def check_block_sizes(blocks: dict[str, int]) -> None:
+    """Raises ValueError for what is not all four block sizes, and no more."""
+    for name in (*BLOCK_UNITS, *blocks):
+        if name not in blocks or name not in BLOCK_UNITS:
+            what = "is missing from it" if name not in blocks else "is no block size"
+            raise ValueError(f"{blocks!r}: {name} {what}; give {', '.join(BLOCK_UNITS)}")
+        value, unit = blocks[name], BLOCK_UNITS[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < unit or value % unit:
+            wanted = "a whole number of at least 1" if unit == 1 else f"a multiple of {unit}"
+            raise ValueError(f"{name}={value!r} must be {wanted}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One compilation: a chip, a named shape, a mode and a page size, in bfloat16 unless it says otherwise."""
@@ -82,6 +98,10 @@ class Spec:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the attention call
     blocks: dict[str, int] | None = None  # None: those of `tuning.py`
     shards: int = 1  # more: under shard_map, each device with the shape's heads, on the chip's `SHARDED_TOPOLOGIES`
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None:
+            check_block_sizes(self.blocks)
 
     def call(self) -> "AttentionCall":
         from .api import AttentionCall

@@ -94,10 +94,6 @@ def checked_blocks(call: AttentionCall, blocks: Blocks, chip: str) -> Blocks:
     Raises:
         ValueError: they cannot be, or do not fit the chip's vector memory.
     """
-    for name, unit in (("kv_tokens", 1), ("compute_tokens", _LANES), ("decode_tokens", _LANES), ("q_tokens", 1)):
-        value = getattr(blocks, name)
-        if value < unit or value % unit:
-            raise ValueError(f"{name}={value} must be a multiple of {unit}, at least {unit}")
     if call.decode_only:
         blocks = replace(blocks, q_tokens=1, compute_tokens=blocks.decode_tokens)
     if blocks.kv_tokens % call.page_size:

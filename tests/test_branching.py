@@ -690,19 +690,19 @@ def test_ctrl_c_twice_leaves_no_request_and_all_branches_usable(first: int, betw
 
 
 def test_what_is_refused_in_the_middle_of_a_step_has_not_happened():
-    todo: list[Callable[[], object]] = []
+    calls: list[Callable[[], object]] = []
 
     def clock() -> float:
-        while todo and llm._is_busy:
+        while calls and llm._is_busy:
             with pytest.raises(jp.RequestError, match="the engine is in the middle of a step"):
-                todo.pop()()
+                calls.pop()()
         return 0.0
 
     llm = engine(clock=clock)
     running, closed, extended = (llm.prefill(prompt(9, seed)) for seed in range(3))
-    todo += [closed.close, lambda: extended.extend([1, 2]), lambda: extended.generate(greedy(2))]
+    calls += [closed.close, lambda: extended.extend([1, 2]), lambda: extended.generate(greedy(2))]
     running.generate(greedy(3))
-    assert not todo
+    assert not calls
     assert extended.token_ids == prompt(9, 2)
     assert extended.generate(greedy(3)).outputs[0].token_ids == likeliest(prompt(9, 2), 3)
     for branch in (running, closed, extended):

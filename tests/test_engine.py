@@ -380,14 +380,15 @@ def test_nothing_compiles_after_warmup(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("bucket", [0, -1], ids=["decode", "mixed"])
 def test_the_compiled_step_holds_one_pool(bucket: int):
-    llm = engine(**tiny.ROOMY)
-    bucket, spec = llm._buckets.sizes[bucket], llm.spec
+    llm = engine()
+    bucket = llm._buckets.sizes[bucket]._replace(plain=True)
+    spec = replace(llm.spec, num_pages=20_000)
     commands = pack_commands(Commands(), llm._capacity, spec.num_pages, spec.max_seqs)
     inputs = pack_inputs(StepPlan([], [], Commands()), commands, bucket, spec.max_seqs)
-    memory = run_step.lower(llm._shape, llm._weights, llm._cache, inputs, bucket).compile().memory_analysis()
+    cache = jax.eval_shape(lambda: jp.init_cache(spec))
+    memory = run_step.lower(llm._shape, llm._weights, cache, inputs, bucket).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= spec.pool_bytes
-    # Of two layers: a copy of one would be a half.
-    assert memory.temp_size_in_bytes < spec.pool_bytes / 4
+    assert memory.temp_size_in_bytes < spec.pool_bytes / 20
 
 
 def test_g2_a_step_writes_only_to_the_slots_of_its_tokens():

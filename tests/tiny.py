@@ -46,8 +46,8 @@ PAGES_OF_16: dict[str, Any] = {
     "max_batch_tokens": 8,
     "max_model_len": 64,
 }
-# Where nobody waits and nothing is evicted, and the pool is many times all else that a step needs.
-ROOMY: dict[str, Any] = {"num_pages": 1600, "max_seqs": 8}
+# Where nobody waits and nothing is evicted.
+ROOMY: dict[str, Any] = {"num_pages": 160, "max_seqs": 8}
 
 
 @cache
