@@ -52,7 +52,9 @@ def choose_blocks(call: AttentionCall, chip: str | None = None) -> Blocks:
       Gemma-3-4B on v5e 920, 824, 780. A row's last turn, and the turn more, cost twice as much with 512.
     * Decode with one KV head (Llama-3-70B, tensor-parallel 8) on tpu7x, `decode_tokens` 256, 512, 1,024: 152, 139, 115;
       with the turn more, a block of 2,048 tokens takes 684, 695, 690.
-    * Prefill of Llama-3-8B on v6e, `compute_tokens` 512 and 256: 3,205 and 3,704.
+    * Prefill of Llama-3-8B on v6e, `compute_tokens` 256, 512, 1,024 at `q_tokens` 128: 6,506, 5,775, 5,608, and of the
+      peak 21%, 21%, 18%, since larger chunks lose more to the mask. `q_tokens` 64, 128, 256: 3,387, 5,775, 10,509; a
+      row of fewer tokens pays for the whole tile, hence not 256.
 
     Args:
         call: the attention call.
@@ -69,7 +71,7 @@ def choose_blocks(call: AttentionCall, chip: str | None = None) -> Blocks:
     wanted = min(wanted, max(_LANES, 1 << (longest - 1).bit_length()))
     q_tokens = 1
     if not call.decode_only:
-        q_tokens = min(64, max(16, 1 << (call.max_tokens - 1).bit_length()))
+        q_tokens = min(128, max(16, 1 << (call.max_tokens - 1).bit_length()))
     # Smaller tiles cost least; then smaller blocks.
     while True:
         blocks = replace(_blocks(call, wanted, q_tokens), vmem_bytes=vmem)

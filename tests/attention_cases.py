@@ -43,6 +43,7 @@ class Case:
     k_scale: float | None = None
     v_scale: float | None = None
     kv_dtype: str | None = None  # None: q's
+    q_size: float = 1.0  # standard deviation of the queries, and so of the logits
 
     def __str__(self) -> str:
         return self.name
@@ -118,6 +119,7 @@ CASES = (
         k_scale=0.7,
         v_scale=1.3,
     ),
+    Case(name="large_logits", kv_lens=(20, 35), q_lens=(1, 18), num_q_heads=9, num_kv_heads=3, q_size=16.0),
     # KV of another dtype than q's.
     Case(name="int8_kv", kv_lens=(20, 35), q_lens=(1, 18), kv_dtype="int8", k_scale=0.02, v_scale=0.03),
     Case(name="fp8_kv", kv_lens=(20, 35), q_lens=(1, 18), kv_dtype="float8_e4m3fn", k_scale=0.5, v_scale=0.25),
@@ -139,7 +141,7 @@ def make_batch(case: Case, seed: int, dtype: Any) -> Batch:
     kv_pages = np.where(_readable(case, tables, num_pages)[..., None, None], kv_pages, poison)
 
     num_tokens, padding_rows = sum(case.q_lens), case.max_seqs - len(case.kv_lens)
-    q = rng.standard_normal((case.max_tokens, case.num_q_heads, case.head_dim))
+    q = case.q_size * rng.standard_normal((case.max_tokens, case.num_q_heads, case.head_dim))
     q[num_tokens:] = np.nan
     garbage = rng.integers(-(2**31), 2**31 - 1, padding_rows)
     cu_q_lens = np.concatenate([[0], np.cumsum(case.q_lens, dtype=np.int64), garbage])
@@ -206,6 +208,13 @@ def assert_matches_reference(out: ArrayLike, ref: ArrayLike, dtype: Any) -> None
     assert np.isfinite(got[~exact]).all()
     error, size = np.linalg.norm(got[~exact] - want[~exact]), np.linalg.norm(want[~exact])
     assert error <= tolerance(dtype) * size, f"error {error / size:.2e} of the norm, {tolerance(dtype):.0e} allowed"
+
+
+def assert_state_matches_reference(state: tuple[ArrayLike, ArrayLike], batch: Batch) -> None:
+    """Checks an output and its LSE, this to float32's tolerance whatever the inputs' dtype: it is never rounded."""
+    want_out, want_lse = reference(batch)
+    assert_matches_reference(state[0], want_out, batch.q.dtype)
+    assert_matches_reference(state[1], want_lse, "float32")
 
 
 def _tables(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, int]:

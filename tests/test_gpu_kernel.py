@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import BY_NAME, CASES, Case, assert_matches_reference, make_batch, quick_attention, reference
+from attention_cases import (
+    BY_NAME,
+    CASES,
+    Case,
+    assert_matches_reference,
+    assert_state_matches_reference,
+    make_batch,
+    quick_attention,
+    reference,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -47,17 +56,19 @@ def interpreter() -> Any:
 
 def check(case: Case, dtype: str, seed: int = 0) -> None:
     batch = make_batch(case, seed, jnp.dtype(dtype))
-    out, lse = quick_attention()(
+    state = quick_attention()(
         *batch.arrays, **batch.options, return_lse=True, implementation="pallas_gpu", interpret=interpreter()
     )
-    want_out, want_lse = reference(batch)
-    assert_matches_reference(out, want_out, dtype)
-    assert_matches_reference(lse, want_lse, dtype)
+    assert_state_matches_reference(state, batch)
 
 
 @pytest.mark.parametrize(("name", "dtype"), QUICK)
 def test_named_case_matches_the_reference_without_races(name: str, dtype: str) -> None:
     check(BY_NAME[name], dtype)
+
+
+def test_large_logits_match_the_reference_without_races() -> None:
+    check(replace(BY_NAME["mixed"], q_size=BY_NAME["large_logits"].q_size), "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -77,13 +88,11 @@ def test_a_long_sequence_is_split_and_merged_without_races() -> None:
     batch = make_batch(case, 1, jnp.bfloat16)
     call = replace(aot.Spec(shape="llama3-8b", mode="decode", page_size=16).call(), max_seqs=3, num_kv_heads=1)
     assert kernels_of(call, num_sms=4)["paged_decode"].partial_output
-    out, lse = kernels.paged_attention(
+    state = kernels.paged_attention(
         batch.q, batch.kv_pages, batch.page_indices, batch.kv_lens, **batch.options, return_lse=True,
         implementation="pallas_gpu", interpret=interpreter(),
     )  # fmt: skip
-    want_out, want_lse = reference(batch)
-    assert_matches_reference(out, want_out, "bfloat16")
-    assert_matches_reference(lse, want_lse, "bfloat16")
+    assert_state_matches_reference(state, batch)
 
 
 def test_float16_does_not_overflow_where_the_result_fits() -> None:
@@ -95,13 +104,11 @@ def test_float16_does_not_overflow_where_the_result_fits() -> None:
     pages[:, :, 1::2] = 6e4 + 100 * pages[:, :, 1::2]
     pages[:, :, 0::2] *= 500
     batch = replace(batch, q=500 * batch.q, kv_pages=jnp.asarray(pages, jnp.float16))
-    out, lse = quick_attention()(
+    state = quick_attention()(
         *batch.arrays, **batch.options, return_lse=True, implementation="pallas_gpu", interpret=interpreter()
     )
-    want, want_lse = reference(batch)
-    assert np.abs(want_lse).min() > 65504
-    assert_matches_reference(out, want, "float16")
-    assert_matches_reference(lse, want_lse, "float16")
+    assert np.abs(np.asarray(state[1])).min() > 65504
+    assert_state_matches_reference(state, batch)
 
 
 def test_scaled_8_bit_values_that_fit_do_not_overflow_on_the_way() -> None:

@@ -84,15 +84,13 @@ def _softmax_step(
     return p.astype(plan.compute_dtype), shrink, m_new, l_old * shrink + partial
 
 
-def _cap(plan: Plan, s: jax.Array) -> jax.Array:
-    return s if plan.call.soft_cap is None else (plan.call.soft_cap * LOG2_E) * jnp.tanh(s)
-
-
-def _score_scale(plan: Plan, refs: dict[str, Any]) -> Any:
-    """What makes a product of q and k a score in base 2, or with a soft cap the argument of its tanh."""
+def _scores(plan: Plan, refs: dict[str, Any], products: jax.Array) -> jax.Array:
+    """Products of q and k to scores in base 2. In float32: queries scaled beforehand would be rounded once more."""
     call = plan.call
     scale = call.sm_scale * refs["scales"][0] if call.k_scale else call.sm_scale
-    return scale * LOG2_E if call.soft_cap is None else scale / call.soft_cap
+    if call.soft_cap is None:
+        return products * (scale * LOG2_E)
+    return (call.soft_cap * LOG2_E) * jnp.tanh(products * (scale / call.soft_cap))
 
 
 def _lanes_to(x: jax.Array, width: int) -> jax.Array:
@@ -162,7 +160,7 @@ class Rows:
 
         def turn(i: Any, _: Any) -> None:
             s = refs["row_s"][...]
-            refs["row_s"][...] = self._scores(kv_slot, jnp.minimum(i, num_steps - 1) * step)
+            refs["row_s"][...] = self._products(kv_slot, jnp.minimum(i, num_steps - 1) * step)
             start = jnp.maximum(i - 1, 0) * step
             cut = Cut(first_pos, block_pos + start, block_pos + jnp.where(i == 0, 0, end))
             p, shrink, refs["row_m"][...], refs["row_l"][...] = _softmax_step(
@@ -173,7 +171,7 @@ class Rows:
 
         jax.lax.fori_loop(0, jnp.where(num_steps > 0, num_steps + 1, 0), turn, None)
 
-    def _scores(self, kv_slot: Any, start: Any) -> jax.Array:
+    def _products(self, kv_slot: Any, start: Any) -> jax.Array:
         plan, q_buf = self.plan, self.refs["q_buf"]
         parts = [q_buf[t, self.slot, 0][: self.num_heads] for t in range(plan.lane_tiles)]
         q = jnp.concatenate(parts, axis=1).astype(plan.compute_dtype)
@@ -200,7 +198,7 @@ class Rows:
             bias = jnp.concatenate([bias] * (width // LANES), axis=1)
         else:
             bias = jnp.where(divide(row, plan.group) == head, 0.0, MASKED)
-        s = _cap(plan, s * _score_scale(plan, self.refs))
+        s = _scores(plan, self.refs, s)
         return jnp.where(_seen(plan, cut, 0, token), s + bias, MASKED)
 
     def end(self) -> None:
@@ -234,8 +232,6 @@ class Tile:
         refs["tile_acc"][...] = jnp.zeros(refs["tile_acc"].shape, jnp.float32)
         refs["tile_l"][...] = _first_lane(refs["tile_l"].shape, 1.0 if plan.call.sinks else 0.0)
         refs["tile_m"][...] = jnp.full(refs["tile_m"].shape, MASKED)
-        # Here once per tile, and not on every score; a decode has the time, and keeps q as it is.
-        scale = _score_scale(plan, refs)
         for head in range(plan.call.num_kv_heads):
             for w in range(self.words):
                 word, rows = head * self.words + w, slice(w * self.word_rows, (w + 1) * self.word_rows)
@@ -243,8 +239,8 @@ class Tile:
                     words = load_words(
                         refs["q_buf"].at[t], self.slot, 0, plan.blocks.q_tokens, word, interpret=plan.interpret
                     )
-                    q = pltpu.bitcast(words, refs["q_buf"].dtype).astype(jnp.float32) * scale
-                    refs["tile_q"][head, rows, t * LANES : t * LANES + plan.lanes] = q.astype(plan.compute_dtype)
+                    q = pltpu.bitcast(words, refs["q_buf"].dtype).astype(plan.compute_dtype)
+                    refs["tile_q"][head, rows, t * LANES : t * LANES + plan.lanes] = q
                 if plan.call.sinks:
                     member = jax.lax.broadcasted_iota(jnp.int32, (self.word_rows, 1), 0) & (self.pack - 1)
                     sink = refs["sinks"][word * self.pack : (word + 1) * self.pack]
@@ -289,17 +285,17 @@ class Tile:
         # of this one, the values of the last.
         parts = [(head, rows) for head in range(plan.call.num_kv_heads) for rows in self.parts]
         k, v = _load_head(plan, refs, kv_slot, start, 0)
-        scores = _dot(plan, refs["tile_q"][*parts[0]], k, 1)
+        products = _dot(plan, refs["tile_q"][*parts[0]], k, 1)
         waiting: Any = None
         for here, following in zip(parts, [*parts[1:], None]):
-            s, own_v = scores, v
+            s, own_v = products, v
             if following is not None:
                 if following[0] != here[0]:
                     k, v = _load_head(plan, refs, kv_slot, start, following[0])
-                scores = _dot(plan, refs["tile_q"][*following], k, 1)
+                products = _dot(plan, refs["tile_q"][*following], k, 1)
             if waiting is not None:
                 self._accumulate(*waiting)
-            s = _cap(plan, s)
+            s = _scores(plan, refs, s)
             if hidden is not None:
                 s += hidden if hidden.shape[0] == 1 else hidden[here[1]]
             p, shrink, refs["tile_m"][*here], refs["tile_l"][*here] = _softmax_step(
