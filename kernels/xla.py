@@ -2,12 +2,13 @@
 
 Two parts in one program, so that one compilation serves every mix of lengths:
 
-* **decode**: the rows of one query token, on a CPU some at a time, a loop over blocks of pages of them at once. Leading
-  pages that all rows have in common are read once (as in cascade inference, arXiv 2501.01005, section 3.1.2);
+* **decode**: the rows of one query token. Their blocks of KV are one list, row after row, and a loop takes so many of
+  them at a time (split KV, as in Flash-Decoding): it costs what there is to read, however lengths differ. Leading pages
+  that all rows have in common are read once (as in cascade inference, arXiv 2501.01005, section 3.1.2);
 * **prefill**: the other rows, cut into tiles of query tokens, one tile at a time, a loop over its KV blocks.
 
-Both loops run as often as the longest row in the batch needs, not as often as the shapes allow, and a part with
-nothing to do costs next to nothing. Both keep the running maximum `m`, denominator `l` and unnormalised output `acc` of
+Both loops run as often as the batch needs, not as often as the shapes allow, and a part with nothing to do costs next
+to nothing. Both keep the running maximum `m`, denominator `l` and unnormalised output `acc` of
 online softmax (FlashAttention, arXiv 2205.14135, section 3.1) in float32.
 """
 
@@ -22,11 +23,12 @@ import jax.numpy as jnp
 from .api import AttentionCall
 from .sums import running_sums
 
-# KV tokens per loop step: fewer, larger operations win on CPU, until a short row pays for much it does not need.
+# KV tokens of a block: fewer, larger operations win on CPU, until a short row pays for much it does not need.
 _DECODE_BLOCK_TOKENS = 128
 _PREFILL_BLOCK_TOKENS = 256
-# Rows of a decode together, on a CPU: a long one makes only so many others go through its blocks.
-_DECODE_ROWS = 8
+# Blocks of a decode's list taken together: one a row, but no fewer, and on a CPU no more, than these.
+_MIN_DECODE_BLOCKS = 8
+_MOST_DECODE_BLOCKS = 32
 # Query tokens together: larger tiles serve long prompts, smaller ones the short rests of cached ones.
 _PREFILL_TILE_TOKENS = 64
 # A prefix that so many rows may share is worth the code that reads it once for all of them.
@@ -125,32 +127,17 @@ def _decode(
     on nothing but the row: not on others, since blocks that only longer ones need change nothing, nor on the page
     size, since blocks are cut by position.
     """
-    _, _, num_kv_heads_twice, head_dim = kv_pages.shape
-    num_rows, num_q_heads, _ = q.shape
-    num_kv_heads = num_kv_heads_twice // 2
-    rows_together = min(num_rows, _DECODE_ROWS) if jax.default_backend() == "cpu" else num_rows
-    if padding := -num_rows % rows_together:
-        q, kv_lens, page_indices = (
-            jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))) for x in (q, kv_lens, page_indices)
-        )
+    num_rows, num_q_heads, head_dim = q.shape
+    num_kv_heads = kv_pages.shape[2] // 2
     q = q.astype(options.dot_dtype).reshape(-1, num_q_heads // num_kv_heads, head_dim)
-
-    sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (len(kv_lens), 1))
+    sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (num_rows, 1))
     state = _empty_softmax(q.shape[:2], head_dim, sinks)
     first_block = jnp.int32(0)
     if share and num_rows >= _MIN_ROWS_TO_SHARE and options.sliding_window is None:
         state, first_block = _decode_shared(state, q, kv_pages, kv_lens, page_indices, options)
-
-    def attend(rows: tuple[_Softmax, jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _normalised(_decode_blocks(*rows, first_block, kv_pages, options), options)
-
-    rows = (state, q, kv_lens, page_indices)
-    if rows_together == len(kv_lens):
-        out, lse = attend(rows)
-    else:
-        num_groups = len(kv_lens) // rows_together
-        out, lse = jax.lax.map(attend, jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), rows))
-    return out.reshape(-1, num_q_heads, head_dim)[:num_rows], lse.reshape(-1, num_q_heads)[:num_rows]
+    state = _decode_blocks(state, q, kv_lens, page_indices, first_block, kv_pages, options)
+    out, lse = _normalised(state, options)
+    return out.reshape(-1, num_q_heads, head_dim), lse.reshape(-1, num_q_heads)
 
 
 def _decode_blocks(
@@ -162,48 +149,65 @@ def _decode_blocks(
     kv_pages: jax.Array,
     options: _Options,
 ) -> _Softmax:
-    """Takes the blocks of some rows into the state, as many as the longest of them has.
+    """Takes the blocks from `first_block` on, of each row as many as it has, into the state.
 
     Args:
       state: of [rows * num_kv_heads, group].
       q: [rows * num_kv_heads, group, head_dim].
-      kv_lens, page_indices: of these rows.
-      first_block: i32[], those before it are in the state; with a window, each row has its own first.
-      kv_pages, options: as in `_decode`.
+      first_block: i32[]; with a window, each row has its own.
+      kv_lens, page_indices, kv_pages, options: as in `_decode`.
     """
     num_pages, page_size, num_kv_heads_twice, head_dim = kv_pages.shape
     num_rows, num_kv_heads = kv_lens.shape[0], num_kv_heads_twice // 2
     # Keys and values are gathered a (token, head) at a time, straight into the order that makes one batched product
-    # of all rows and KV heads: [rows * num_kv_heads, tokens, head_dim].
+    # of all blocks and KV heads: [blocks * num_kv_heads, tokens, head_dim].
     vectors = kv_pages.reshape(-1, head_dim)
-    head = 2 * jnp.arange(num_kv_heads)[:, None]
-
-    def per_head(x: jax.Array) -> jax.Array:
-        """[rows, tokens] to [rows * num_kv_heads, tokens]"""
-        return jnp.repeat(x, num_kv_heads, axis=0)
+    head = jnp.arange(num_kv_heads)
 
     first_pos = _window_start(kv_lens - 1, options)
-    is_windowed = options.sliding_window is not None
-    first_block = first_pos // _DECODE_BLOCK_TOKENS if is_windowed else first_block
+    first_block = jnp.maximum(first_block, first_pos // _DECODE_BLOCK_TOKENS)
     num_blocks = jnp.maximum(-(-kv_lens // _DECODE_BLOCK_TOKENS) - first_block, 0)
+    # The list: row r has blocks starts[r] to ends[r] of it.
+    ends = running_sums(num_blocks)
+    starts = ends - num_blocks
+    most = num_rows * -(-page_indices.shape[1] * page_size // _DECODE_BLOCK_TOKENS)
+    num_together = min(max(num_rows, _MIN_DECODE_BLOCKS), most)
+    if jax.default_backend() == "cpu":
+        num_together = min(num_together, _MOST_DECODE_BLOCKS)
 
-    def step(block: jax.Array, state: _Softmax) -> _Softmax:
-        start = (first_block + block) * _DECODE_BLOCK_TOKENS
-        pos = start[..., None] + jnp.arange(_DECODE_BLOCK_TOKENS)
-        seen = per_head((pos >= first_pos[:, None]) & (pos < kv_lens[:, None]))
-        if is_windowed:
-            page = jnp.take_along_axis(page_indices, pos // page_size, axis=1, mode="clip")
-        else:
-            page = jnp.take(page_indices, pos // page_size, axis=1, mode="clip")
+    def step(i: jax.Array, state: _Softmax) -> _Softmax:
+        listed = i * num_together + jnp.arange(num_together)
+        # Past the list's end: the last row, after its last token.
+        row = jnp.minimum(jnp.sum(ends <= listed[:, None], axis=1), num_rows - 1)
+        block = first_block[row] + listed - starts[row]
+        pos = block[:, None] * _DECODE_BLOCK_TOKENS + jnp.arange(_DECODE_BLOCK_TOKENS)
+        seen = jnp.repeat((pos >= first_pos[row][:, None]) & (pos < kv_lens[row][:, None]), num_kv_heads, axis=0)
+        page = page_indices.at[row[:, None], pos // page_size].get(mode="clip")
         slot = jnp.clip(page, 0, num_pages - 1) * page_size + pos % page_size
-        at = (slot[:, None] * num_kv_heads_twice + head).reshape(num_rows * num_kv_heads, -1)
+        at = (slot[:, None] * num_kv_heads_twice + 2 * head[:, None]).reshape(-1, _DECODE_BLOCK_TOKENS)
         k, v = (vectors.at[i].get(mode="promise_in_bounds").astype(options.dot_dtype) for i in (at, at + 1))
         # Gathered and masked here, not once more inside the products.
         k, v = jax.lax.optimization_barrier((k, jnp.where(seen[..., None], v, 0)))
-        logits = _dot("bgd,btd->bgt", q, k, options)
-        return _online_softmax(state, logits, seen[:, None], "bgt,btd->bgd", v, options)
+        own_q = q[(row[:, None] * num_kv_heads + head).reshape(-1)]
+        logits = _dot("bgd,btd->bgt", own_q, k, options)
+        blocks = _empty_softmax(own_q.shape[:2], head_dim, None)
+        blocks = _online_softmax(blocks, logits, seen[:, None], "bgt,btd->bgd", v, options)
+        return merge(i * num_together, blocks, state)
 
-    return jax.lax.fori_loop(0, jnp.max(num_blocks), step, state)
+    def merge(first_listed: jax.Array, blocks: _Softmax, state: _Softmax) -> _Softmax:
+        # A row's blocks one after the other, so that its result depends on nothing but the row.
+        start, end = (jnp.clip(x - first_listed, 0, num_together) for x in (starts, ends))
+
+        def merge_one(j: jax.Array, state: _Softmax) -> _Softmax:
+            at = ((start + j)[:, None] * num_kv_heads + head).reshape(-1)
+            is_one = jnp.repeat(start + j < end, num_kv_heads)[:, None]
+            merged = _merge(state, _Softmax(*(x.at[at].get(mode="clip") for x in blocks)))
+            masks = _Softmax(is_one, is_one, is_one[..., None])
+            return _Softmax(*map(jnp.where, masks, merged, state))
+
+        return jax.lax.fori_loop(0, jnp.max(end - start), merge_one, state)
+
+    return jax.lax.fori_loop(0, -(-ends[-1] // num_together), step, state)
 
 
 def _decode_shared(
@@ -362,6 +366,14 @@ def _online_softmax(
     return _Softmax(m, decay * state.l + jnp.sum(weights, axis=-1), acc)
 
 
+def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
+    """The state of the keys of both."""
+    m = jnp.maximum(a.m, b.m)
+    decay_a, decay_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
+    acc = decay_a[..., None] * a.acc + decay_b[..., None] * b.acc
+    return _Softmax(m, decay_a * a.l + decay_b * b.l, acc)
+
+
 def _normalised(state: _Softmax, options: _Options) -> tuple[jax.Array, jax.Array]:
     """The softmax's output and its LSE: 0 and -inf where nothing was seen."""
     empty = state.l == 0
@@ -386,22 +398,21 @@ def _dot(spec: str, x: jax.Array, y: jax.Array, options: _Options) -> jax.Array:
 def _dot_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
     """The narrowest dtype that holds both exactly; one byte per value fits into any float q has.
 
-    But float32 on a CPU that must widen bfloat16 to multiply it: widened once as it is gathered, the small products of
-    decode took half the time.
+    But float32 on a CPU without matrix units for bfloat16: widened once as they are gathered, the small products of
+    attention take less time, even where vector units multiply bfloat16.
     """
-    if jax.default_backend() == "cpu" and not _cpu_multiplies_bfloat16():
+    if jax.default_backend() == "cpu" and not _cpu_has_matrix_units():
         return jnp.float32
     return q_dtype if kv_dtype.itemsize == 1 else jnp.promote_types(q_dtype, kv_dtype)
 
 
 @functools.cache
-def _cpu_multiplies_bfloat16() -> bool:
-    """Whether this computer's CPU has instructions for it; unknown counts as yes, since newer ones do."""
+def _cpu_has_matrix_units() -> bool:
+    """Whether this computer's CPU has AMX; unknown counts as no."""
     try:
-        flags = pathlib.Path("/proc/cpuinfo").read_text()
+        return "amx_bf16" in pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
-        return True
-    return "amx_bf16" in flags or "avx512_bf16" in flags or "bf16" in flags.partition("Features")[2]
+        return False
 
 
 def _visible(q_pos: jax.Array, kv_pos: jax.Array, options: _Options) -> jax.Array:

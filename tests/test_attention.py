@@ -187,7 +187,7 @@ def test_paged_attention_is_ragged_attention_of_single_tokens(implementation: st
     assert_decode_matches_reference(BY_NAME[name], implementation)
 
 
-# More rows than XLA's path takes together on a CPU, no multiple of so many, and enough to look for pages in common.
+# Rows of several blocks, which XLA's path takes from one list, and enough of them to look for pages in common.
 MANY_ROWS = Case(
     name="nothing_in_common", kv_lens=(300, 130, 0, 150, 257, 129, 256, 1, *[140] * 10), q_lens=(1,) * 18, head_dim=16,
     max_seqs=18, max_tokens=18, pool_tokens=18 * 320,
@@ -203,11 +203,41 @@ MANY_ROWS = Case(
         replace(MANY_ROWS, name="a_block_in_common", kv_lens=(300, 257, 0, *[280] * 15), shared_pages=8),
         replace(MANY_ROWS, name="blocks_in_common", kv_lens=(300,) * 18, shared_pages=17, sinks=True, soft_cap=3.0),
         replace(MANY_ROWS, name="a_row_too_short", kv_lens=(300, 127, *[140] * 16), shared_pages=8, v_scale=2.0),
+        # More blocks of one row than are taken together, and rows whose blocks are not all taken at once.
+        replace(
+            MANY_ROWS,
+            name="one_long_row",
+            kv_lens=(140, 1300, 0, 400),
+            q_lens=(1,) * 4,
+            max_seqs=4,
+            max_tokens=4,
+            max_kv_len=1312,
+            pool_tokens=2000,
+        ),
+        replace(
+            MANY_ROWS,
+            name="more_blocks_than_at_once",
+            kv_lens=(300,) * 40,
+            q_lens=(1,) * 40,
+            max_seqs=40,
+            max_tokens=40,
+            pool_tokens=40 * 320,
+        ),
     ],
     ids=str,
 )
 def test_xla_matches_the_reference_on_decodes_of_many_rows(case: Case) -> None:
     assert_decode_matches_reference(case, "xla")
+
+
+def test_nan_of_one_row_reaches_no_other() -> None:
+    case = replace(MANY_ROWS, kv_lens=(130, 300, 140), q_lens=(1,) * 3, max_seqs=3, max_tokens=3)
+    batch = make_batch(case, 0, jnp.float32)
+    broken = replace(batch, kv_pages=batch.kv_pages.at[batch.page_indices[1, 3]].set(jnp.nan))
+    (out, lse), (sound_out, sound_lse) = (attend(b, "xla") for b in (broken, batch))
+    assert bool(jnp.isnan(out[1]).all())
+    for got, want in ((out, sound_out), (lse, sound_lse)):
+        np.testing.assert_array_equal(got[jnp.array([0, 2])], want[jnp.array([0, 2])])
 
 
 def test_lse_is_returned_only_when_asked_for_and_changes_nothing() -> None:
