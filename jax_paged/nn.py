@@ -156,7 +156,8 @@ def attend_to_pages(
     rows = (batch.kv_lens, batch.page_indices, batch.cu_q_lens, batch.num_seqs)
     if batch.exact:
         # Past the choice of an implementation: what no kernel promises.
-        return cast(jax.Array, xla.ragged_paged_attention(q, pages, *rows, **options, decode_only=True, share=False))
+        arrays = map(jnp.asarray, (q, pages, *rows))
+        return cast(jax.Array, xla.ragged_paged_attention(*arrays, **options, decode_only=True, share=False))
     options["implementation"] = implementation
     if batch.one_token_rows:
         return kernels.paged_attention(q, pages, batch.page_indices, batch.kv_lens, **options)
