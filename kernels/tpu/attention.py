@@ -107,7 +107,8 @@ def ragged_paged_attention(
     plan = Plan(
         call=call,
         blocks=blocks or choose_blocks(call, _current_chip()),
-        compute_dtype=jnp.dtype(out_dtype),
+        # What holds both exactly; one byte per value fits into any.
+        compute_dtype=jnp.promote_types(out_dtype, out_dtype if kv_pages.dtype.itemsize == 1 else kv_pages.dtype),
         interpret=bool(interpret),
     )
     one = jnp.float32(1)
