@@ -124,11 +124,16 @@ def _decode(
     """One query token per row. q [rows, num_q_heads, head_dim]; returns the same in float32, and its LSE.
 
     `share` says whether the pages with which all rows begin are looked for. If not, a row's result depends to the bit
-    on nothing but the row: not on others, since blocks that only longer ones need change nothing, nor on the page
-    size, since blocks are cut by position.
+    on nothing but the row: not on others, since its blocks are merged one after the other, nor on the page size, since
+    blocks are cut by position.
     """
-    num_rows, num_q_heads, head_dim = q.shape
+    own_rows, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_pages.shape[2] // 2
+    # XLA's CPU code for exp may differ in the last bit with an array's size and the place in it, but for whole vectors.
+    num_rows = own_rows if share else max(_MIN_DECODE_BLOCKS, 1 << (own_rows - 1).bit_length())
+    q, kv_lens, page_indices = (
+        jnp.pad(x, ((0, num_rows - own_rows), *[(0, 0)] * (x.ndim - 1))) for x in (q, kv_lens, page_indices)
+    )
     q = q.astype(options.dot_dtype).reshape(-1, num_q_heads // num_kv_heads, head_dim)
     sinks = None if options.sinks is None else jnp.tile(options.sinks.reshape(num_kv_heads, -1), (num_rows, 1))
     state = _empty_softmax(q.shape[:2], head_dim, sinks)
@@ -137,7 +142,7 @@ def _decode(
         state, first_block = _decode_shared(state, q, kv_pages, kv_lens, page_indices, options)
     state = _decode_blocks(state, q, kv_lens, page_indices, first_block, kv_pages, options)
     out, lse = _normalised(state, options)
-    return out.reshape(-1, num_q_heads, head_dim), lse.reshape(-1, num_q_heads)
+    return out.reshape(-1, num_q_heads, head_dim)[:own_rows], lse.reshape(-1, num_q_heads)[:own_rows]
 
 
 def _decode_blocks(
@@ -170,8 +175,7 @@ def _decode_blocks(
     # The list: row r has blocks starts[r] to ends[r] of it.
     ends = running_sums(num_blocks)
     starts = ends - num_blocks
-    most = num_rows * -(-page_indices.shape[1] * page_size // _DECODE_BLOCK_TOKENS)
-    num_together = min(max(num_rows, _MIN_DECODE_BLOCKS), most)
+    num_together = max(num_rows, _MIN_DECODE_BLOCKS)
     if jax.default_backend() == "cpu":
         num_together = min(num_together, _MOST_DECODE_BLOCKS)
 

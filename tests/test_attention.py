@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_paged import kernels
-from jax_paged.kernels import api
+from jax_paged.kernels import api, xla
 
 # These run here; the tests of the Pallas kernels hold the same cases against the same reference.
 implementations = pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -228,6 +229,25 @@ MANY_ROWS = Case(
 )
 def test_xla_matches_the_reference_on_decodes_of_many_rows(case: Case) -> None:
     assert_decode_matches_reference(case, "xla")
+
+
+def test_a_row_of_an_exact_decode_has_the_same_bits_in_any_place_of_any_batch() -> None:
+    exact = jax.jit(partial(xla.ragged_paged_attention, decode_only=True, share=False, return_lse=True))
+    kv_lens = (150, 640, 300, 127, 500, 1, 0, 260, 400, 640, 90, 130, 256, 555, 384, 600, 129)
+    case = replace(MANY_ROWS, kv_lens=kv_lens, q_lens=(1,) * 17, max_seqs=17, max_tokens=17, num_q_heads=4,
+                   num_kv_heads=1, head_dim=64, max_kv_len=640, pool_tokens=17 * 640)  # fmt: skip
+    batch = make_batch(case, 0, jnp.float32)
+    q, pages = jnp.nan_to_num(batch.q), jnp.nan_to_num(batch.kv_pages)
+
+    def attend_rows(rows: Any) -> list[jax.Array]:
+        cu_q_lens, num_seqs = jnp.arange(len(rows) + 1), jnp.array([len(rows)])
+        return list(exact(q[rows], pages, batch.kv_lens[rows], batch.page_indices[rows], cu_q_lens, num_seqs))
+
+    want = attend_rows(jnp.arange(17))
+    rng = np.random.default_rng(0)
+    for rows in (rng.permutation(17), rng.permutation(17), rng.permutation(17), rng.permutation(17)[:3], np.arange(1)):
+        for got, expected in zip(attend_rows(rows), want):
+            np.testing.assert_array_equal(got, expected[rows])
 
 
 def test_nan_of_one_row_reaches_no_other() -> None:
