@@ -112,17 +112,32 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default=_DEFAULT_MODEL, help="a built-in name, a Hugging Face directory or a .gguf file"
     )
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens a page")
-    parser.add_argument("--num-pages", type=int, help="pages in the pool; by default what the memory allows")
-    parser.add_argument("--max-model-len", type=int, help="tokens of the longest sequence")
-    parser.add_argument("--max-seqs", type=int, help="sequences running at once")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of weights and pool (%(default)s)",
+    )
+    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (%(default)s)")
+    parser.add_argument(
+        "--num-pages",
+        type=int,
+        help="pages in the pool; by default enough for --max-seqs of --max-model-len, as far as the memory allows",
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, help="tokens of the longest sequence; by default 2048, or what the prompts need"
+    )
+    parser.add_argument(
+        "--max-seqs", type=int, help="sequences running at once; by default 2 for one text, else 8 to 64"
+    )
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its start")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    parser.add_argument("--max-tokens", type=int, default=max_tokens)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="tokens of a text at most (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token; more varies"
+    )
     parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all")
     parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens of this total probability")
     parser.add_argument("--min-p", type=float, default=0.0, help="only tokens this likely, beside the likeliest")
@@ -256,6 +271,8 @@ def _cache_use(outputs: Sequence["RequestOutput"]) -> str:
 
 # --- chat ---
 
+_CHAT_COMMANDS = "/reset starts anew, /tree shows the prefix tree, /stats the counters, /quit ends"
+
 
 def _chat(args: argparse.Namespace) -> None:
     params = _sampling_params(args)
@@ -264,15 +281,17 @@ def _chat(args: argparse.Namespace) -> None:
     llm = _make_llm(args, loaded, _MIN_MODEL_LEN, args.max_seqs or _STREAM_SEQS, is_streamed=True)
     history = [{"role": "system", "content": args.system}] if args.system else []
     start = len(history)
-    _note("/reset starts anew, /tree shows the prefix tree, /stats the counters, /quit ends")
+    _note(_CHAT_COMMANDS)
     while True:
         try:
-            text = input("> ").strip()
+            text = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
         if text == "/quit":
             return
-        if text == "/reset":
+        if text == "/help":
+            _note(_CHAT_COMMANDS)
+        elif text == "/reset":
             del history[start:]
             _note("a new conversation; what was computed for the last one stays cached")
         elif text == "/tree":
@@ -280,7 +299,7 @@ def _chat(args: argparse.Namespace) -> None:
         elif text == "/stats":
             print("\n".join(f"{name:>24} {value:,}" for name, value in llm.stats().items()))
         elif text.startswith("/"):
-            _note(f"there is no command {text}; there are /reset, /tree, /stats and /quit")
+            _note(f"there is no command {text}; {_CHAT_COMMANDS}")
         elif text:
             _answer(llm, history, text, params)
 

@@ -150,7 +150,10 @@ class Intake:
         for token in ids:
             is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
             if not is_integer or not 0 <= token < self._config.vocab_size:
-                raise RequestError(f"{token!r} is not a token id of this model: 0 <= id < {self._config.vocab_size}")
+                several = "; this takes one prompt: for several, use generate" if isinstance(token, str) else ""
+                raise RequestError(
+                    f"{token!r} is not a token id of this model: 0 <= id < {self._config.vocab_size}{several}"
+                )
         return [int(token) for token in ids]
 
     def end_tokens(self) -> set[int]:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks", type=_blocks, metavar="JSON",
         help="block sizes to try instead of the tuned ones (which --json prints), all four, as in "
-        '{"kv_tokens": 2048, "compute_tokens": 512, "decode_tokens": 256, "q_tokens": 64}: tokens of KV fetched '
+        '{"kv_tokens": 2048, "compute_tokens": 512, "decode_tokens": 256, "q_tokens": 128}: tokens of KV fetched '
         "together, of one turn of a prefill's inner loop, of one turn of a decode's, and of a tile of queries",
     )  # fmt: skip
     listings = parser.add_mutually_exclusive_group()
@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", metavar="FOLDER",
         help="leave the compiler's listings there; bundles are in *ragged_paged_attention*final_bundles.txt",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="everything found, as JSON; its fields are in the README")
+    parser.add_argument(
+        "--json", action="store_true", help="everything found, as JSON, explained in kernels/tpu/README.md"
+    )
 
 
 def _blocks(text: str) -> dict[str, int]:

@@ -106,7 +106,7 @@ def _not_found(name: str, path: Path) -> str:
         known |= {
             str(entry).lower(): str(entry)
             for entry in path.parent.iterdir()
-            if entry.is_dir() or entry.suffix == ".gguf"
+            if (entry / "config.json").exists() or entry.suffix == ".gguf"
         }
     near = [known[match] for match in difflib.get_close_matches(name.lower(), known, n=3)]
     return (
@@ -114,8 +114,8 @@ def _not_found(name: str, path: Path) -> str:
         "config.json and safetensors, nor a .gguf file"
         + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
         + (
-            f" To fetch it from the Hugging Face hub: hf download {name} --local-dir DIR, then pass DIR"
-            if name.count("/") == 1
+            f"; to fetch it from the Hugging Face hub: hf download {name} --local-dir DIR, then pass DIR"
+            if name.count("/") == 1 and not path.is_absolute()
             else ""
         )
     )
