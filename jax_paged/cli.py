@@ -168,7 +168,7 @@ def _generate(args: argparse.Namespace) -> None:
     elif is_streamed:
         output, *compile_s = _stream(llm, ids[0], params)
         _note(_closing_line_of_stream(output, *compile_s))
-        _check_ends([output])
+        _check_ends([output], args.max_tokens)
         return
     else:
         outputs = llm.generate(ids, params)
@@ -176,15 +176,20 @@ def _generate(args: argparse.Namespace) -> None:
             for sample in output.outputs:
                 print(f"{prompt}{sample.text}\n")
     _note(_closing_line(outputs, time.monotonic() - started - llm.compile_s))
-    _check_ends(outputs)
+    _check_ends(outputs, args.max_tokens)
 
 
-def _check_ends(outputs: "list[RequestOutput]") -> None:
-    """Raises RuntimeError if a text ended with an error."""
-    ends = [sample.finish_reason or "" for output in outputs for sample in output.outputs]
-    errors = [end.removeprefix("error:") for end in ends if end.startswith("error:")]
+def _check_ends(outputs: "list[RequestOutput]", max_tokens: int) -> None:
+    """Says so if a text ended for want of room, and raises RuntimeError if one ended with an error."""
+    samples = [sample for output in outputs for sample in output.outputs]
+    errors = [end.removeprefix("error:") for s in samples if (end := s.finish_reason or "").startswith("error:")]
     if errors:
-        raise RuntimeError(f"{len(errors)} of {len(ends)} texts ended early: {errors[0]}; try --dtype float32")
+        raise RuntimeError(f"{len(errors)} of {len(samples)} texts ended early: {errors[0]}; try --dtype float32")
+    if full := sum(s.finish_reason == "length" and len(s.token_ids) < max_tokens for s in samples):
+        _note(
+            f"{full} of {len(samples)} texts ended before --max-tokens={max_tokens}, for want of room for longer "
+            "sequences; raise --max-model-len or --num-pages, if the model allows it"
+        )
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

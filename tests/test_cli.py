@@ -115,10 +115,20 @@ def test_texts_that_ended_with_an_error_are_one_line_and_exit_code_2(refused, mo
         times = RequestTimes(0.0)
         ends = ["length", "error:the model's logits are not numbers (NaN)"]
         samples = [CompletionOutput(i, "", [], None, None, end) for i, end in enumerate(ends)]
-        cli._check_ends([RequestOutput(0, [1], samples, 0, True, times)])
+        cli._check_ends([RequestOutput(0, [1], samples, 0, True, times)], 16)
 
     monkeypatch.setattr(cli, "_generate", generate)
     assert "1 of 2 texts ended early: the model's logits are not numbers (NaN); try" in refused("generate", "x")
+
+
+def test_texts_that_ended_for_want_of_room_are_told_of(capsys: pytest.CaptureFixture[str]):
+    ends = [([1] * 4, "length"), ([1] * 3, "length"), ([1] * 3, "stop")]
+    samples = [CompletionOutput(i, "", ids, None, None, end) for i, (ids, end) in enumerate(ends)]
+    output = RequestOutput(0, [1], samples, 0, True, RequestTimes(0.0))
+    cli._check_ends([output], max_tokens=3)
+    assert capsys.readouterr().err == ""
+    cli._check_ends([output], max_tokens=4)
+    assert "1 of 3 texts ended before --max-tokens=4," in capsys.readouterr().err
 
 
 def test_a_mistake_ends_the_process_with_exit_code_2(run):
