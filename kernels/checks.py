@@ -16,6 +16,11 @@ KV_DTYPES = (*Q_DTYPES, *QUANTISED_DTYPES)
 _LARGEST = 1e38
 
 
+def product_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
+    """The narrowest dtype that holds both exactly; one byte per value fits into any float q has."""
+    return q_dtype if kv_dtype.itemsize == 1 else jnp.promote_types(q_dtype, kv_dtype)
+
+
 def check_pool(kv_pages: jax.Array) -> None:
     shape = kv_pages.shape
     if len(shape) != 4 or 0 in shape or shape[2] % 2:

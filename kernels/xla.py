@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from .api import AttentionCall
+from .checks import product_dtype
 from .sums import running_sums
 
 # KV tokens of a block: fewer, larger operations win on CPU, until a short row pays for much it does not need.
@@ -400,14 +401,12 @@ def _dot(spec: str, x: jax.Array, y: jax.Array, options: _Options) -> jax.Array:
 
 
 def _dot_dtype(q_dtype: Any, kv_dtype: Any) -> Any:
-    """The narrowest dtype that holds both exactly; one byte per value fits into any float q has.
-
-    But float32 on a CPU without matrix units for bfloat16: widened once as they are gathered, the small products of
-    attention take less time, even where vector units multiply bfloat16.
+    """As `product_dtype`, but float32 on a CPU without matrix units for bfloat16: widened once as they are gathered,
+    the small products of attention take less time, even where vector units multiply bfloat16.
     """
     if jax.default_backend() == "cpu" and not _cpu_has_matrix_units():
         return jnp.float32
-    return q_dtype if kv_dtype.itemsize == 1 else jnp.promote_types(q_dtype, kv_dtype)
+    return product_dtype(q_dtype, kv_dtype)
 
 
 @functools.cache

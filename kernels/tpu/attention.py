@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .._compat import cdiv, floordiv, round_up
 from ..api import AttentionCall
+from ..checks import product_dtype
 from ..tuning import VMEM_BYTES, Blocks, buffer_rows, choose_blocks
 from . import _copies
 from ._copies import Item
@@ -107,8 +108,7 @@ def ragged_paged_attention(
     plan = Plan(
         call=call,
         blocks=blocks or choose_blocks(call, _current_chip()),
-        # What holds both exactly; one byte per value fits into any.
-        compute_dtype=jnp.promote_types(out_dtype, out_dtype if kv_pages.dtype.itemsize == 1 else kv_pages.dtype),
+        compute_dtype=product_dtype(out_dtype, kv_pages.dtype),
         interpret=bool(interpret),
     )
     one = jnp.float32(1)
