@@ -152,11 +152,9 @@ class Kernel:
             lse, f32[max_items, num_kv_heads, consumers * ROWS]: natural logs. Rows beyond an item's tokens, and
                 items from num_items on, are arbitrary in both.
         """
-        slots = (work.items.shape[0], self.num_kv_heads, self.tiles.consumers * ROWS)
-        out = jax.ShapeDtypeStruct((*slots, self.head_dim), jnp.float32) if self.partial_output else q
         call = plgpu.kernel(
             self._body,
-            out_type=(jax.ShapeDtypeStruct(out.shape, out.dtype), jax.ShapeDtypeStruct(slots, jnp.float32)),
+            out_type=self.results(work.items.shape[0]),
             scratch_types=tuple(self._scratch().values()),
             grid=(self.tiles.num_blocks,),
             grid_names=("block",),
@@ -166,10 +164,21 @@ class Kernel:
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=self.interpret,
         )
-        # Powers are of two inside; a soft cap needs the natural logits first.
-        unit = jnp.asarray([_LOG2_E if self.soft_cap is None else 1.0, 1.0], jnp.float32)
-        out, lse = call(*work, page_indices, scales * unit, q, kv_pages)
+        out, lse = call(*work, page_indices, self.in_powers_of_two(scales), q, kv_pages)
         return out, lse
+
+    def results(self, max_items: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of out and lse."""
+        slots = (max_items, self.num_kv_heads, self.tiles.consumers * ROWS)
+        out = jax.ShapeDtypeStruct((*slots, self.head_dim), jnp.float32)
+        if not self.partial_output:
+            heads = self.num_kv_heads * self.group
+            out = jax.ShapeDtypeStruct((self.max_tokens, heads, self.head_dim), self.dtype)
+        return out, jax.ShapeDtypeStruct(slots, jnp.float32)
+
+    def in_powers_of_two(self, scales: jax.Array) -> jax.Array:
+        """The scales as the kernel uses them: powers are of two inside, but a soft cap needs natural logits first."""
+        return scales * jnp.asarray([_LOG2_E if self.soft_cap is None else 1.0, 1.0], jnp.float32)
 
     def _scratch(self) -> dict[str, Any]:
         """What is in shared memory, in this order: with K before the queries, heads of 256 spill 68 bytes."""
