@@ -100,9 +100,9 @@ class Mbarrier:
     bytes_due: int = 0
     phase: int = 0
 
-    def arrive(self, bytes_due: int = 0) -> None:
+    def arrive(self, times: int, bytes_due: int = 0) -> None:
         self.bytes_due += bytes_due
-        self.pending -= 1
+        self.pending -= times
         if self.pending < 0:
             raise PtxError(f"more arrivals at an mbarrier than its {self.count}")
         self._end_phase()

@@ -161,7 +161,10 @@ class _Instruction:
         match = re.fullmatch(r"\[\s*(%?\w+)(?:\+(-?\d+))?\s*\]", self.operands[i])
         if match is None:
             raise NotImplementedError(self.statement)
-        register, offset = self.program.register(self._scoped(match[1])), np.uint64(int(match[2] or 0))
+        offset = np.uint64(int(match[2] or 0))
+        if match[1].startswith("__dynamic_shmem__"):
+            return lambda w: np.full(LANES, SHARED_START, np.uint64) + offset
+        register = self.program.register(self._scoped(match[1]))
         return lambda w: w.r[register].astype(np.uint64) + offset
 
     def result(self, compute: Step, kind: str = "") -> Step:
@@ -226,19 +229,25 @@ class _Instruction:
     def op_mbarrier(self) -> Step:
         if self.parts[0] == "try_wait":
             return self._wait()
-        address = self.address(0 if self.parts[0] == "init" else 1)
-        count: Step = lambda w: np.zeros(LANES)  # noqa: E731
-        if self.parts[0] == "init" or "expect_tx" in self.parts:
-            count = self.value(len(self.operands) - 1, "u32")
+        if self.parts[0] == "init":
+            made, count = self.address(0), self.value(1, "u32")
 
-        def step(w: Warp, mask: Any = True) -> None:
-            for at, n in zip(address(w)[mask].reshape(-1), count(w)[mask].reshape(-1), strict=True):
-                if self.parts[0] == "init":
+            def init(w: Warp, mask: Any) -> None:
+                for at, n in zip(made(w)[mask], count(w)[mask], strict=True):
                     w.block.mbarriers[int(at)] = Mbarrier(int(n), int(n))
-                else:
-                    w.block.mbarrier(at).arrive(int(n))
 
-        return step
+            return init
+        address, operand = self.address(1), self.value(2, "u32")
+
+        def arrive(w: Warp, mask: Any = slice(None)) -> None:
+            for at, n in zip(address(w)[mask], operand(w)[mask], strict=True):
+                mbarrier, expects = w.block.mbarrier(at), "expect_tx" in self.parts
+                phase = mbarrier.phase
+                mbarrier.arrive(1 if expects else int(n), bytes_due=int(n) if expects else 0)
+                if "noComplete" in self.parts and mbarrier.phase != phase:
+                    raise PtxError(f"a phase is completed by what must not complete it: {self.statement}")
+
+        return arrive
 
     def _wait(self) -> Step:
         done, address, parity = self.register(0), self.address(1), self.value(2, "u32")

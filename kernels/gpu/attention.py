@@ -31,6 +31,7 @@ from .tiles import ROWS, Tiles, swizzle_bytes
 from .work import Item, KvBlocks, Work
 
 _LOG2_E = math.log2(math.e)
+_WARPS = 4  # of a warpgroup
 _MATRIX = plgpu.Layout.WGMMA
 _COLUMN = plgpu.Layout.WGMMA.reduce(1)
 
@@ -132,6 +133,11 @@ class Kernel:
         return self.tiles.converted or self.tiles.stages
 
     @property
+    def _pages_per_block(self) -> int:
+        """Each is one copy, and each copy one arrival."""
+        return max(self.tiles.block_kv // self.page_size, 1)
+
+    @property
     def kv_blocks(self) -> KvBlocks:
         return KvBlocks(self.tiles.block_kv, self.page_size, self.causal, self.sliding_window)
 
@@ -185,9 +191,8 @@ class Kernel:
         t = self.tiles
         stage = plgpu.SMEM((t.consumers, self.tokens, self.group, self.head_dim), self.dtype)
         kv = self._swizzled((self.ring, t.block_kv), self.dtype)
-        pages_per_block = max(t.block_kv // self.page_size, 1)  # each is one copy, and each copy one arrival
         barrier = partial(plgpu.Barrier, num_barriers=self.ring)
-        ready = barrier(num_arrivals=1 if t.converted else pages_per_block)
+        ready = barrier(num_arrivals=1 if t.converted else self._pages_per_block)
         free = barrier(num_arrivals=t.consumers)
         scratch = {
             "q_stage": stage,
@@ -207,7 +212,7 @@ class Kernel:
         for ring in ("fetched_k", "fetched_v"):
             scratch |= {
                 ring: self._swizzled((t.stages, t.block_kv), self.kv_dtype),
-                f"{ring}_ready": plgpu.Barrier(num_arrivals=pages_per_block, num_barriers=t.stages),
+                f"{ring}_ready": plgpu.Barrier(num_arrivals=self._pages_per_block, num_barriers=t.stages),
                 f"{ring}_free": plgpu.Barrier(num_barriers=t.stages),
             }
         # Alphabetical: of the orders tried this one spills nothing with heads of 256; the other spills 12 bytes.
@@ -234,28 +239,34 @@ class Kernel:
 
     def _be_producer(self, refs: _Refs) -> None:
         plgpu.set_max_registers(self._registers.producer, action="decrease")
-        units, blocks = self._for_each_unit(refs, partial(self._produce, refs))
-        if self.interpret:
-            for w in range(self.tiles.consumers):
-                pl.when(units > 0)(partial(_wait, refs, "q_free", w))
-            self._see_last_arrivals(refs, "fetched_" if self.tiles.converted else "", blocks, self.tiles.stages)
+
+        @plgpu.warp_map
+        def _(warp: jax.Array) -> None:
+            units, blocks = self._for_each_unit(refs, partial(self._produce, refs, warp))
+            if self.interpret:
+                for w in range(self.tiles.consumers):
+                    pl.when((units > 0) & (warp == w))(partial(_wait, refs, "q_free", w))
+                for is_v, ring in enumerate(self._fetched):
+                    pl.when(self._copies(warp, is_v))(
+                        partial(self._see_last_arrivals, refs, ring, blocks, self.tiles.stages)
+                    )
 
     def _be_converter(self, refs: _Refs) -> None:
         num = self._registers.converter
         plgpu.set_max_registers(num, action="decrease" if num < 128 else "increase")
         _, blocks = self._for_each_unit(refs, partial(self._convert, refs))
         if self.interpret:
-            self._see_last_arrivals(refs, "", blocks, self.ring)
+            for ring in ("k", "v"):
+                self._see_last_arrivals(refs, ring, blocks, self.ring)
 
     @property
     def _registers(self) -> "_Registers":
         return _REGISTERS[self.warpgroups, self.tiles.consumers]
 
-    def _see_last_arrivals(self, refs: _Refs, prefix: str, blocks: jax.Array, entries: int) -> None:
+    def _see_last_arrivals(self, refs: _Refs, ring: str, blocks: jax.Array, entries: int) -> None:
         """Waits until what was last in a ring is used: the interpreter of jax 0.11 takes less for an error."""
-        for ring in ("k_free", "v_free"):
-            for slot in range(entries):
-                pl.when(blocks > slot)(partial(_wait, refs, f"{prefix}{ring}", slot))
+        for slot in range(entries):
+            pl.when(blocks > slot)(partial(_wait, refs, f"{ring}_free", slot))
 
     def _for_each_unit(self, refs: _Refs, do: Callable[[_Unit], None]) -> tuple[jax.Array, jax.Array]:
         """Calls `do` for each of this thread block's units; says how many there were, and of how many blocks."""
@@ -276,12 +287,30 @@ class Kernel:
 
     # --- the producer ---
 
-    def _produce(self, refs: _Refs, unit: _Unit) -> None:
+    @property
+    def _fetched(self) -> tuple[str, str]:
+        """The rings that K and V are copied into."""
+        return ("fetched_k", "fetched_v") if self.tiles.converted else ("k", "v")
+
+    def _copies(self, warp: jax.Array, is_v: int) -> jax.Array:
+        """Whether a warp of the producer copies pages of K, or of V: all do where a block has a page for each.
+
+        Who does not copy into an entry must not wait for it: it could miss the wait's phase while the others go on.
+        """
+        n = min(self._pages_per_block, _WARPS)
+        first = is_v * n % _WARPS
+        return (warp >= first) & (warp < first + n)
+
+    def _produce(self, refs: _Refs, warp: jax.Array, unit: _Unit) -> None:
+        """The copies of a unit, of which each of the four warps starts some."""
         token, heads = unit.read(Item.TOKEN), pl.ds(unit.head * self.group, self.group)
         for w in range(self.tiles.consumers):
-            pl.when(unit.number > 0)(partial(_wait, refs, "q_free", w))
-            tokens = pl.ds(token + w * self.tokens, self.tokens)
-            plgpu.copy_gmem_to_smem(refs.q.at[tokens, heads], refs.q_stage.at[w], refs.q_ready.at[w])
+
+            @pl.when(warp == w)
+            def _(w: int = w) -> None:
+                pl.when(unit.number > 0)(partial(_wait, refs, "q_free", w))
+                tokens = pl.ds(token + w * self.tokens, self.tokens)
+                plgpu.copy_gmem_to_smem(refs.q.at[tokens, heads], refs.q_stage.at[w], refs.q_ready.at[w])
 
         row, kv_len, kv_start = unit.read(Item.ROW), unit.read(Item.KV_LEN), unit.read(Item.KV_START)
 
@@ -289,27 +318,29 @@ class Kernel:
         def _(j: jax.Array) -> None:
             entry, position = unit.blocks_before + j, kv_start + j * self.tiles.block_kv
             slot = lax.rem(entry, jnp.int32(self.tiles.stages))
-            fetched = "fetched_" if self.tiles.converted else ""
-            for head, ring in ((2 * unit.head, f"{fetched}k"), (2 * unit.head + 1, f"{fetched}v")):
-                pl.when(entry >= self.tiles.stages)(partial(_wait, refs, f"{ring}_free", slot))
-                self._copy_block(refs, head, ring, slot, row, position, kv_len)
+            for is_v, ring in enumerate(self._fetched):
 
-    def _copy_block(
-        self, refs: _Refs, head: jax.Array, ring: str, slot: jax.Array, row: Any, position: Any, kv_len: Any
+                @pl.when(self._copies(warp, is_v))
+                def _(is_v: int = is_v, ring: str = ring) -> None:
+                    pl.when(entry >= self.tiles.stages)(partial(_wait, refs, f"{ring}_free", slot))
+                    for first in range(0, self._pages_per_block, _WARPS):
+                        i = first + lax.rem(warp, jnp.int32(self._pages_per_block))
+                        self._copy_page(refs, 2 * unit.head + is_v, ring, slot, row, position, kv_len, i)
+
+    def _copy_page(
+        self, refs: _Refs, head: jax.Array, ring: str, slot: jax.Array, row: Any, position: Any, kv_len: Any, i: Any
     ) -> None:
-        """Starts the copies of the pages, or the piece of one, that hold the block at `position`.
+        """Starts the copy of page `i`, or the piece of one, of the block at `position`.
 
         Beyond the row's last page it is that page again: what is copied there is not used, but it may be read.
         """
         rows = min(self.page_size, self.tiles.block_kv)
-        offset: Any = 0
-        if rows < self.page_size:  # the compiler must know that the copy starts at a tile of shared memory's
-            offset = pl.multiple_of(lax.rem(position, jnp.int32(self.page_size)), rows)
-        buffer, ready = getattr(refs, ring), getattr(refs, f"{ring}_ready")
-        for i in range(0, self.tiles.block_kv, rows):
-            page = lax.div(lax.min(position + i, kv_len - 1), jnp.int32(self.page_size))
-            page_ref = refs.kv_pages.at[refs.page_indices[row, page], pl.ds(offset, rows), head]
-            plgpu.copy_gmem_to_smem(page_ref, buffer.at[slot, pl.ds(i, rows)], ready.at[slot])
+        # As a product, so that the compiler knows it for a multiple of the tiles in shared memory.
+        offset = lax.rem(lax.div(position, jnp.int32(rows)), jnp.int32(self.page_size // rows)) * rows
+        page = lax.div(lax.min(position + i * rows, kv_len - 1), jnp.int32(self.page_size))
+        page_ref = refs.kv_pages.at[refs.page_indices[row, page], pl.ds(offset, rows), head]
+        target = getattr(refs, ring).at[slot, pl.ds(i * rows, rows)]
+        plgpu.copy_gmem_to_smem(page_ref, target, getattr(refs, f"{ring}_ready").at[slot])
 
     # --- the converter ---
 
