@@ -31,7 +31,7 @@ from .tiles import ROWS, Tiles, swizzle_bytes
 from .work import Item, KvBlocks, Work
 
 _LOG2_E = math.log2(math.e)
-_WARPS = 4  # of a warpgroup
+_COPIERS = 2  # warps of the producer that copy K; as many copy V
 _MATRIX = plgpu.Layout.WGMMA
 _COLUMN = plgpu.Layout.WGMMA.reduce(1)
 
@@ -293,16 +293,15 @@ class Kernel:
         return ("fetched_k", "fetched_v") if self.tiles.converted else ("k", "v")
 
     def _copies(self, warp: jax.Array, is_v: int) -> jax.Array:
-        """Whether a warp of the producer copies pages of K, or of V: all do where a block has a page for each.
+        """Whether a warp of the producer copies into a ring. Who does not must not wait for its entries.
 
-        Who does not copy into an entry must not wait for it: it could miss the wait's phase while the others go on.
+        It could miss that an entry was free: the others would go on, and it would be in use again.
         """
-        n = min(self._pages_per_block, _WARPS)
-        first = is_v * n % _WARPS
-        return (warp >= first) & (warp < first + n)
+        first = is_v * _COPIERS
+        return (warp >= first) & (warp < first + min(self._pages_per_block, _COPIERS))
 
     def _produce(self, refs: _Refs, warp: jax.Array, unit: _Unit) -> None:
-        """The copies of a unit, of which each of the four warps starts some."""
+        """The copies of a unit, as far as this warp starts them: two of the four copy K, and two V."""
         token, heads = unit.read(Item.TOKEN), pl.ds(unit.head * self.group, self.group)
         for w in range(self.tiles.consumers):
 
@@ -323,8 +322,8 @@ class Kernel:
                 @pl.when(self._copies(warp, is_v))
                 def _(is_v: int = is_v, ring: str = ring) -> None:
                     pl.when(entry >= self.tiles.stages)(partial(_wait, refs, f"{ring}_free", slot))
-                    for first in range(0, self._pages_per_block, _WARPS):
-                        i = first + lax.rem(warp, jnp.int32(self._pages_per_block))
+                    for first in range(0, self._pages_per_block, _COPIERS):
+                        i = first + lax.rem(warp, jnp.int32(min(self._pages_per_block, _COPIERS)))
                         self._copy_page(refs, 2 * unit.head + is_v, ring, slot, row, position, kv_len, i)
 
     def _copy_page(
