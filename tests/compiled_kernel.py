@@ -134,6 +134,7 @@ def _read_launch(lines: Iterator[str]) -> Launch:
     launch = Launch()
     position: dict[str, int] = {}  # of the operand whose pointer this value is, or points to
     arrays: dict[str, list[int]] = {}  # what was stored in this small array
+    elements: dict[str, str] = {}  # pointers into such arrays
     of_operand: dict[str, int] = {}  # memrefs
     last = -1  # the operand of the memref last named
     for line in function:
@@ -145,10 +146,12 @@ def _read_launch(lines: Iterator[str]) -> Launch:
             of_operand[m[1]] = int(m[2])
         elif m := re.search(r"(%\w+) = memref.\w+ (%\w+)", line):
             last = of_operand[m[1]] = of_operand[m[2]]
-        elif m := re.search(r"(%\w+) = memref.alloca\(\) : memref<\d+xi64>", line):
-            arrays[m[1]] = []
-        elif m := re.search(r"memref.store %c(\d+)_i64\w*, (%\w+)\[", line):
-            arrays[m[2]].append(int(m[1]))
+        elif m := re.search(r"(%\w+) = (?:memref.alloca\(\) : memref<\d+xi64>|llvm.alloca .*array<\d+ x i64>)", line):
+            arrays[m[1]] = []  # jax 0.12 has the former, 0.11 the latter
+        elif (m := re.search(r"(%\w+) = llvm.getelementptr (%\w+)\[\d+\] : .*, i64", line)) and m[2] in arrays:
+            elements[m[1]] = m[2]
+        elif m := re.search(r"(?:memref|llvm).store %c(\d+)_i64\w*, (%\w+)", line):
+            arrays[elements.get(m[2], m[2])].append(int(m[1]))
         elif "call @mosaic_gpu_init_tma_desc" in line:
             sizes, strides, box = (tuple(a) for a in list(arrays.values())[-3:])
             swizzle = int(re.findall(r"%c(\d+)_i64", line)[-1])

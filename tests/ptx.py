@@ -15,21 +15,10 @@ import numpy as np
 from hopper import BLOCKED, EXIT, LANES, SHARED_START, Copy, Mbarrier, Product, PtxError, Warp
 
 Step = Callable[..., Any]  # of a warp, and of which threads take part where these are not all
-_BITS = {
-    "s8": 16,
-    "b16": 16,
-    "u16": 16,
-    "s16": 16,
-    "b32": 32,
-    "u32": 32,
-    "s32": 32,
-    "f32": 32,
-    "b64": 64,
-    "u64": 64,
-    "s64": 64,
-}
-_STORED = {16: np.uint16, 32: np.uint32, 64: np.uint64}  # registers are bits
-_NUMBER = {f"{k}{bits}": _STORED[bits] for bits in _STORED for k in "bu"} | {
+_BITS = {"pred": 1, "s8": 16} | {f"{k}{bits}": bits for bits in (16, 32, 64) for k in "busf"}
+_STORED = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}  # registers are bits
+_NUMBER = {f"{k}{bits}": _STORED[bits] for bits in (16, 32, 64) for k in "bu"} | {
+    "pred": np.bool_,
     "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64, "f32": np.float32,
 }  # fmt: skip
 _FLOATS = {
@@ -280,7 +269,8 @@ class _Instruction:
         return step
 
     def _tensor_copy(self) -> Step:
-        loads = self.parts.index("global") > self.parts.index("shared::cta")
+        is_shared = [part.startswith("shared") for part in self.parts]
+        loads = is_shared.index(True) < self.parts.index("global")  # the target is named first
         tensor = self.operands[1 if loads else 0]
         descriptor, *coordinates = (self.program.register(name) for name in re.findall(r"%\w+", tensor))
         address, mbarrier = self.address(0 if loads else 1), self.address(2) if loads else None
@@ -411,12 +401,18 @@ class _Instruction:
 
     op_shr = op_shl
 
+    def op_bfe(self) -> Step:
+        value, start, size = self.value(1), self.value(2, "u32"), self.value(3, "u32")
+        if self.parts[0][0] != "u":
+            raise NotImplementedError(self.statement)
+        number = _NUMBER[self.kind]
+        return self.result(
+            lambda w: (value(w) >> start(w).astype(number)) & ((number(1) << number(size(w)[0])) - number(1))
+        )
+
     def op_not(self) -> Step:
-        if self.kind != "pred":
-            value = self.value(1)
-            return self.result(lambda w: ~value(w))
-        to, source = self.register(0), self.register(1)
-        return lambda w: operator.setitem(w.r, to, ~w.r[source])
+        value = self.value(1)
+        return self.result(lambda w: ~value(w))
 
     def op_ex2(self) -> Step:
         value, compute = self.value(1), {"ex2": np.exp2, "lg2": np.log2}[self.name]
