@@ -5,13 +5,10 @@
 read from Mosaic GPU's dump of it.
 """
 
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -108,10 +105,10 @@ def _compile(kernel: attention.Kernel, shapes: tuple[Any, ...]) -> tuple[str, La
     def call(items: Any, num_items: Any, *rest: Any) -> Any:
         return _KERNEL_CALL(kernel, Work(items, num_items), *rest)
 
-    with tempfile.TemporaryDirectory() as dump, mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=dump):
+    with aot._dumped() as dump:
         with use_abstract_mesh(aot._mesh(_GPU)):
             jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
-        (ptx,), (ptxas,), (passes,) = (Path(dump).glob(f"*.{x}") for x in ("ptx", "ptxas", "mlir-passes.log"))
+        (ptx,), (ptxas,), (passes,) = (dump.glob(f"*.{x}") for x in ("ptx", "ptxas", "mlir-passes.log"))
         with passes.open() as lines:
             launch = _read_launch(lines)
         registers = re.search(r"Used (\d+) registers", ptxas.read_text())

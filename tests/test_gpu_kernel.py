@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged import cli, kernels
 from jax_paged.kernels import api
-from jax_paged.kernels.gpu import _compat, aot, attention, supports, tiles, why_not_on
+from jax_paged.kernels.gpu import _compat, aot, attention, sass, supports, tiles, why_not_on
 from jax_paged.kernels.gpu.launch import kernels_of
 from jax_paged.kernels.gpu.work import Item, KvBlocks, Work, merge_parts, plan_decode, plan_prefill
 
@@ -304,6 +304,37 @@ def test_block_sizes_fit_an_sm_and_keep_its_memory_busy(decode: bool, kv_itemsiz
     assert chosen.bytes_in_flight(head_dim, kv_itemsize) >= 32 * 1024
     assert chosen.stages >= 2
     assert bool(chosen.converted) == (kv_itemsize == 1)
+
+
+# --- counts in machine code ---
+
+
+def test_the_usual_way_through_the_consumers_loop_is_counted() -> None:
+    def listing(*instructions: str) -> str:
+        return "\n".join(f"   -:-:-:Y:{x[:2]}        /*0{i:03x}*/ {x[2:]}" for i, x in enumerate(instructions))
+
+    text = "\n".join(
+        [
+            listing("09                   MOV R1, R2"),
+            ".L_x_1:",
+            listing(
+                "02              @!P1 BRA `(.L_x_9) ",  # a wait that spins elsewhere
+                "12                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR52], RZ",
+                "05               @P1 BRA `(.L_x_2) ",  # masks nothing
+                *["03                   FADD R1, R2, R3"] * 70,
+            ),
+            ".L_x_2:",
+            listing(
+                "04                   MUFU.EX2 R1, R1",
+                "12                   HGMMA.64x128x16.F32.BF16 R24, R36, gdesc[UR12], R24",
+                "06               @P2 BRA `(.L_x_1) ",
+                "05                   EXIT",
+            ),
+            ".L_x_9:",
+            listing("01                   BRA `(.L_x_1) "),
+        ]
+    )
+    assert sass.consumer_loop(text) == sass.Loop(instructions=6, issue_cycles=2 + 12 + 5 + 4 + 12 + 6)
 
 
 # --- what is chosen on a GPU ---

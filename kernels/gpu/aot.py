@@ -6,7 +6,8 @@ own since the CUDA plugin complains at each start where there is no driver:
     pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc
     python -m jax_paged.kernels.gpu.aot --gpus h100 h200 --shapes llama3-8b --modes decode --page-sizes 16 64
 
-Exits with 1 if anything spills registers or does not compile; what the kernel refuses is no failure.
+Exits with 1 if anything spills registers or does not compile; what the kernel refuses is no failure. With nvdisasm
+(pip install nvidia-cuda-nvdisasm) it says what a block of keys costs a consumer, too: see `sass.py`.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,10 +34,13 @@ from ..api import AttentionCall
 from . import ragged_paged_attention, supports, why_not_on
 from .attention import Kernel
 from .launch import kernels_of
+from .sass import consumer_loop
+from .tiles import ROWS
 
 SMEM_PER_SM = 228 * 1024
 SMEM_RESERVED = 1024  # per block (CUDA Programming Guide, section on compute capability 9.x)
 REGISTERS_PER_SM = 65536
+FMAS_PER_CYCLE = 2048  # of an SM's tensor cores, in bfloat16: 989 TFLOP/s at 1.83 GHz (H100's data sheet)
 
 
 @dataclass(frozen=True)
@@ -99,24 +104,28 @@ def compile_spec(gpu: Gpu, spec: Spec) -> list[dict[str, Any]]:
     if reason := why_not_on(gpu.capability) or supports(call):
         return [what | {"refused": reason}]
     start = time.perf_counter()
-    with _captured_output() as output, jax.sharding.use_abstract_mesh(_mesh(gpu)):
+    with _dumped() as dump, jax.sharding.use_abstract_mesh(_mesh(gpu)):
         _lower(gpu, call).compile()
+        found = _read_ptxas(dump)
+        for file in dump.glob("*.sass_ctrl"):
+            found[file.stem.rpartition("_")[0]] |= dataclasses.asdict(consumer_loop(file.read_text()))
     seconds = round(time.perf_counter() - start, 1)
     kernels = kernels_of(call, gpu.num_sms)
     # A kernel that was compiled in this process is not compiled again: an H100's is an H200's.
     keys = {name: (gpu.capability, gpu.num_sms, name, call) for name in kernels}
-    _REPORTED.update({keys[name]: entry for name, entry in _parse_ptxas(output[0]).items()})
+    _REPORTED.update({keys[name]: entry for name, entry in found.items()})
     if missing := [name for name in kernels if keys[name] not in _REPORTED]:
-        raise RuntimeError(f"ptxas said nothing of {', '.join(missing)}:\n{output[0]}")
+        raise RuntimeError(f"ptxas said nothing of {', '.join(missing)}")
     return [
-        what | {"compile_s": seconds, **_resources(kernel, _REPORTED[keys[name]])} for name, kernel in kernels.items()
+        what | {"compile_s": seconds, **_resources(gpu, kernel, _REPORTED[keys[name]])}
+        for name, kernel in kernels.items()
     ]
 
 
 _REPORTED: dict[tuple[str, int, str, AttentionCall], dict[str, int]] = {}
 
 
-def _resources(kernel: Kernel, ptxas: dict[str, int]) -> dict[str, Any]:
+def _resources(gpu: Gpu, kernel: Kernel, ptxas: dict[str, int]) -> dict[str, Any]:
     threads = 128 * kernel.warpgroups
     smem = kernel.smem_bytes
     blocks = min(
@@ -131,6 +140,11 @@ def _resources(kernel: Kernel, ptxas: dict[str, int]) -> dict[str, Any]:
         "bytes_in_flight_per_sm": blocks * kernel.bytes_in_flight,
         "block_kv": kernel.tiles.block_kv,
         "stages": kernel.tiles.stages,
+        # A consumer's two products of 64 rows with a block, and the block's K and V from memory to one SM.
+        "tensor_cycles": 2 * ROWS * kernel.tiles.block_kv * kernel.head_dim // FMAS_PER_CYCLE,
+        "memory_cycles": round(
+            kernel.bytes_in_flight / kernel.tiles.stages / gpu.bytes_per_s * gpu.num_sms * gpu.clock_ghz * 1e9
+        ),
     }
 
 
@@ -141,7 +155,8 @@ _PTXAS = re.compile(
 )
 
 
-def _parse_ptxas(text: str) -> dict[str, dict[str, int]]:
+def _read_ptxas(dump: Path) -> dict[str, dict[str, int]]:
+    text = "".join(file.read_text() for file in dump.glob("*.ptxas"))
     return {
         match["kernel"]: {
             "registers": int(match["registers"]),
@@ -201,25 +216,14 @@ def _target(gpu: Gpu) -> str:
 
 
 @contextlib.contextmanager
-def _captured_output() -> Iterator[list[str]]:
-    """What this process writes while inside, C++ included: ptxas reports on the standard output."""
-    result: list[str] = []
-    saved = os.dup(1), os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def _dumped() -> Iterator[Path]:
+    """A folder for all that Mosaic GPU makes of the kernels that are compiled while inside."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:
-            yield result
+            yield Path(folder)
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for fd, old in zip((1, 2), saved):
-                os.dup2(old, fd)
-                os.close(old)
-            file.seek(0)
-            result.append(file.read().decode(errors="replace"))
+            del os.environ["MOSAIC_GPU_DUMP_TO"]
 
 
 def missing_toolchain() -> str | None:
@@ -240,13 +244,13 @@ def _is_missing(module: str) -> bool:
 def start_toolchain() -> None:
     """Settings that must precede the first use of a device."""
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # or the plugin refuses to start without a driver
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     jax.config.update("jax_platforms", "cuda,cpu")
 
 
 def format_table(results: list[dict[str, Any]]) -> str:
     head = f"{'gpu':<21} {'shape':<14} {'kernel':<22} {'page':>4} {'kv':<13}  {'regs':>4} {'spills':>6} {'smem KiB':>8}"
-    lines = [head + f" {'blocks/SM':>9} {'KiB in flight/SM':>16} {'block':>5} {'stages':>6} {'compile s':>9}"]
+    head += f" {'blocks/SM':>9} {'KiB in flight/SM':>16} {'block':>5} {'stages':>6} {'compile s':>9}"
+    lines = [f"{head}  cycles a block: issue tensor memory"]
     for r in results:
         kernel = f"{r['mode']}: {r['kernel']}" if "kernel" in r else r["mode"]
         start = f"{r['gpu']:<21} {r['shape']:<14} {kernel:<22} {r['page_size']:>4} {r['kv_dtype']:<13} "
@@ -257,6 +261,7 @@ def format_table(results: list[dict[str, Any]]) -> str:
             f"{start} {r['registers']:>4}"
             f" {r['spill_bytes']:>6} {r['smem_bytes'] / 1024:>8.1f} {r['blocks_per_sm']:>9}"
             f" {r['bytes_in_flight_per_sm'] / 1024:>16.0f} {r['block_kv']:>5} {r['stages']:>6} {r['compile_s']:>9}"
+            f"  {r.get('issue_cycles', 'no nvdisasm'):>21} {r['tensor_cycles']:>6} {r['memory_cycles']:>6}"
         )
     return "\n".join(lines)
 
