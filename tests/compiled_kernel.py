@@ -1,6 +1,6 @@
 """The GPU kernel as its compiler makes it, on a CPU: each launch is compiled to PTX, and `ptx.py` runs that.
 
-`attention` is `ragged_paged_attention` of `kernels.gpu` with its kernels run so. It needs the packages that
+`Compiled` is `ragged_paged_attention` of `kernels.gpu` with its kernels run so. It needs the packages that
 `kernels.gpu.aot` names. What the host's part of a launch does (which operand is which parameter, the descriptors) is
 read from Mosaic GPU's dump of it.
 """

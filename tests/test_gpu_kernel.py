@@ -13,6 +13,7 @@ import pytest
 from attention_cases import (
     BY_NAME,
     CASES,
+    Batch,
     Case,
     assert_matches_reference,
     assert_state_matches_reference,
@@ -95,15 +96,19 @@ def test_a_long_sequence_is_split_and_merged_without_races() -> None:
     assert_state_matches_reference(state, batch)
 
 
-def test_float16_does_not_overflow_where_the_result_fits() -> None:
-    # Unnormalised sums of 40 values of about 6e4 are far beyond float16, whose largest number is 65504; so are the
-    # logits of queries and keys of some hundreds.
-    case = BY_NAME["decode_one_row"]
-    batch = make_batch(case, 0, jnp.float16)
+def large_batch() -> Batch:
+    """Unnormalised sums of 40 values of about 6e4 are far beyond float16, whose largest number is 65504; so are the
+    logits of queries and keys of some hundreds.
+    """
+    batch = make_batch(BY_NAME["decode_one_row"], 0, jnp.float16)
     pages = np.array(batch.kv_pages, np.float32)
     pages[:, :, 1::2] = 6e4 + 100 * pages[:, :, 1::2]
     pages[:, :, 0::2] *= 500
-    batch = replace(batch, q=500 * batch.q, kv_pages=jnp.asarray(pages, jnp.float16))
+    return replace(batch, q=500 * batch.q, kv_pages=jnp.asarray(pages, jnp.float16))
+
+
+def test_float16_does_not_overflow_where_the_result_fits() -> None:
+    batch = large_batch()
     state = quick_attention()(
         *batch.arrays, **batch.options, return_lse=True, implementation="pallas_gpu", interpret=interpreter()
     )
@@ -125,19 +130,27 @@ def test_scaled_8_bit_values_that_fit_do_not_overflow_on_the_way() -> None:
     assert_matches_reference(out, want, "float16")
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-def test_every_value_of_8_bits_is_converted_exactly(kv_dtype: str) -> None:
-    # One key, so the output is its value: head i of 4 has bits 64 i .. 64 i + 63. NaN of float8 is left out.
+def all_values(kv_dtype: str) -> tuple[jax.Array, np.ndarray]:
+    """A pool of one token, whose values are all of a dtype of 8 bits, and these as the output of four heads.
+
+    Head i of 4 has bits 64 i .. 64 i + 63. NaN and infinity of float8 are left out.
+    """
     bits = np.arange(256, dtype=np.uint8).reshape(1, 1, 4, 64)
     values = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.dtype(kv_dtype))
     values = jnp.where(jnp.isfinite(values.astype(jnp.float32)), values, jnp.zeros_like(values))
     keys = jnp.ones_like(values)
     kv_pages = jnp.pad(jnp.stack([keys, values], axis=3).reshape(1, 1, 8, 64), ((0, 0), (0, 15), (0, 0), (0, 0)))
+    return kv_pages, np.asarray(values, np.float32).reshape(1, 4, 64)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_every_value_of_8_bits_is_converted_exactly(kv_dtype: str) -> None:
+    kv_pages, values = all_values(kv_dtype)
     out = kernels.paged_attention(
         jnp.ones((1, 4, 64), jnp.bfloat16), kv_pages, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32),
         implementation="pallas_gpu", interpret=interpreter(),
     )  # fmt: skip
-    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(values, np.float32).reshape(1, 4, 64))
+    np.testing.assert_array_equal(np.asarray(out, np.float32), values)
 
 
 def test_an_8_bit_sequence_through_a_full_ring_matches_the_reference_without_races() -> None:
@@ -335,6 +348,7 @@ def test_the_usual_way_through_the_consumers_loop_is_counted() -> None:
         ]
     )
     assert sass.consumer_loop(text) == sass.Loop(instructions=6, issue_cycles=2 + 12 + 5 + 4 + 12 + 6)
+    assert sass.consumer_loop("") is None
 
 
 # --- what is chosen on a GPU ---

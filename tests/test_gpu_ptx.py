@@ -5,8 +5,10 @@ tests/test_gpu_ptx.py`. Interpret mode (`test_gpu_kernel.py`) runs the kernel be
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +24,9 @@ from attention_cases import (
     reference,
 )
 from compiled_kernel import Compiled
-from hopper import PtxError, operand_addresses, swizzled
+from hopper import PtxError, TensorMap, operand_addresses, swizzled
 from hypothesis import given, settings
-from test_gpu_kernel import QUICK, RANDOM, REFUSED, ragged_rows
+from test_gpu_kernel import QUICK, RANDOM, REFUSED, all_values, large_batch, ragged_rows
 
 from jax_paged.kernels.gpu import aot
 
@@ -94,26 +96,19 @@ def test_a_row_that_is_split_over_all_sms_is_merged() -> None:
 
 
 def test_float16_does_not_overflow_where_the_result_fits() -> None:
-    batch = make_batch(BY_NAME["decode_one_row"], 0, jnp.float16)
-    pages = np.array(batch.kv_pages, np.float32)
-    pages[:, :, 1::2] = 6e4 + 100 * pages[:, :, 1::2]
-    batch = replace(batch, kv_pages=jnp.asarray(pages, jnp.float16))
+    batch = large_batch()
     assert_state_matches_reference(Compiled()(*batch.arrays, **batch.options, return_lse=True), batch)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 def test_every_value_of_8_bits_is_converted_exactly(kv_dtype: str) -> None:
-    # One key, so the output is its value: head i of 4 has bits 64 i .. 64 i + 63. NaN of float8 is left out.
-    bits = np.arange(256, dtype=np.uint8).reshape(1, 1, 4, 64)
-    values = np.nan_to_num(bits.view(jnp.dtype(kv_dtype)).astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0)
-    kv_pages = np.zeros((1, 16, 8, 64), np.float32)
-    kv_pages[:, :1, 1::2] = values
+    kv_pages, values = all_values(kv_dtype)
     for q_dtype in ("bfloat16", "float16"):
         out = Compiled()(
-            jnp.ones((1, 4, 64), q_dtype), jnp.asarray(kv_pages).astype(kv_dtype), jnp.ones(1, jnp.int32),
-            jnp.zeros((1, 1), jnp.int32), jnp.array([0, 1]), jnp.ones(1, jnp.int32), decode_only=True,
+            jnp.ones((1, 4, 64), q_dtype), kv_pages, jnp.ones(1, jnp.int32), jnp.zeros((1, 1), jnp.int32),
+            jnp.array([0, 1]), jnp.ones(1, jnp.int32), decode_only=True,
         )  # fmt: skip
-        np.testing.assert_array_equal(np.asarray(out, np.float32), values.reshape(1, 4, 64))
+        np.testing.assert_array_equal(np.asarray(out, np.float32), values)
 
 
 def test_warpgroups_share_no_more_registers_than_they_were_given() -> None:
@@ -128,37 +123,34 @@ def test_warpgroups_share_no_more_registers_than_they_were_given() -> None:
 
 # --- what the emulator sees ---
 
-_WAIT = r"\{\s*\.reg \.pred\s+P1;.*?\n\s*\}\n"  # for an mbarrier
-FAULTS = {
-    "the producer does not wait until keys are read": (_WAIT, 2),
-    "the producer does not wait until values are read": (_WAIT, 3),
-    "a consumer does not wait for its queries": (_WAIT, 4),
-    "a consumer does not wait until values are zeroed": (_WAIT, 5),
-    "a consumer does not wait for keys": (_WAIT, 6),
-    "a consumer does not wait for values": (_WAIT, 7),
-    "queries are multiplied before they are fenced": (r"fence\.proxy\.async\.shared::cta;", 0),
-    "values are multiplied before zeros are fenced": (r"fence\.proxy\.async\.shared::cta;", 1),
-    "outputs are copied before they are fenced": (r"fence\.proxy\.async\.shared::cta;", 2),
-    "scores are read before they are there": (r"wgmma\.wait_group\.sync\.aligned\s+0;", 0),
-    "sums are read before they are there": (r"wgmma\.wait_group\.sync\.aligned\s+0;", 1),
-    "a consumer does not say that it has read keys": (r"mbarrier\.arrive\.release[^;]*;", 1),
-    "a barrier is not made": (r"@%p\d+ mbarrier\.init[^;]*;", 5),
-    "rows of Q are swizzled otherwise": (r"xor\.b32", 3),
+# What is left out of a prefill, and which of those in the program, in the order of its text. (Of the waits for an
+# mbarrier, 0 and 1 are the producer's for its stage of queries, which other waits imply here.)
+_LEFT_OUT = {
+    "wait for an mbarrier": (r"\{\s*\.reg \.pred\s+P1;.*?\n\s*\}\n", [2, 3, 4, 5, 6, 7]),
+    "fence of the async proxy": (r"fence\.proxy\.async\.shared::cta;", [0, 1, 2]),
+    "wait for products": (r"wgmma\.wait_group\.sync\.aligned\s+0;", [0, 1]),
+    "arrival": (r"mbarrier\.arrive\.release[^;]*;", [1]),
+    "mbarrier": (r"@%p\d+ mbarrier\.init[^;]*;", [5]),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_the_program_is_seen(fault: str) -> None:
-    pattern, which = FAULTS[fault]
+def in_prefill(change: Callable[[str], str]) -> Callable[[str], str]:
+    return lambda ptx: change(ptx) if "paged_prefill" in ptx else ptx
 
-    def change(ptx: str) -> str:
-        if "paged_prefill" not in ptx:
-            return ptx
-        start, end = list(re.finditer(pattern, ptx, re.DOTALL))[which].span()
-        return ptx[:start] + (ptx[start:end].replace("xor", "or") if "xor" in pattern else "") + ptx[end:]
 
-    compiled = Compiled(num_sms=1, change=change)
+@pytest.mark.parametrize(("what", "which"), [(what, n) for what, (_, ns) in _LEFT_OUT.items() for n in ns])
+def test_it_is_seen_when_something_is_left_out(what: str, which: int) -> None:
+    def leave_out(ptx: str) -> str:
+        start, end = list(re.finditer(_LEFT_OUT[what][0], ptx, re.DOTALL))[which].span()
+        return ptx[:start] + ptx[end:]
+
+    compiled = Compiled(num_sms=1, change=in_prefill(leave_out))
     assert any(fails(compiled, replace(RING, q_lens=(120, 0))) for _ in range(6))
+
+
+def test_it_is_seen_when_a_tensor_map_has_another_swizzle() -> None:
+    with mock.patch.object(TensorMap, "__post_init__", lambda self: object.__setattr__(self, "swizzle", 16)):
+        assert fails(Compiled(), BY_NAME["decode_one_row"])
 
 
 def fails(compiled: Compiled, case: Case) -> bool:

@@ -108,7 +108,8 @@ def compile_spec(gpu: Gpu, spec: Spec) -> list[dict[str, Any]]:
         _lower(gpu, call).compile()
         found = _read_ptxas(dump)
         for file in dump.glob("*.sass_ctrl"):
-            found[file.stem.rpartition("_")[0]] |= dataclasses.asdict(consumer_loop(file.read_text()))
+            if loop := consumer_loop(file.read_text()):
+                found[file.stem.rpartition("_")[0]] |= dataclasses.asdict(loop)
     seconds = round(time.perf_counter() - start, 1)
     kernels = kernels_of(call, gpu.num_sms)
     # A kernel that was compiled in this process is not compiled again: an H100's is an H200's.
@@ -261,7 +262,7 @@ def format_table(results: list[dict[str, Any]]) -> str:
             f"{start} {r['registers']:>4}"
             f" {r['spill_bytes']:>6} {r['smem_bytes'] / 1024:>8.1f} {r['blocks_per_sm']:>9}"
             f" {r['bytes_in_flight_per_sm'] / 1024:>16.0f} {r['block_kv']:>5} {r['stages']:>6} {r['compile_s']:>9}"
-            f"  {r.get('issue_cycles', 'no nvdisasm'):>21} {r['tensor_cycles']:>6} {r['memory_cycles']:>6}"
+            f"  {r.get('issue_cycles', '-'):>21} {r['tensor_cycles']:>6} {r['memory_cycles']:>6}"
         )
     return "\n".join(lines)
 

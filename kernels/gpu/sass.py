@@ -6,6 +6,7 @@ NVIDIA; Scott Gray's notes to maxas, "Control Codes", describe them.)
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _INSTRUCTION = re.compile(
@@ -22,8 +23,11 @@ class Loop:
     issue_cycles: int
 
 
-def consumer_loop(text: str) -> Loop:
-    """The loop that holds the first and the last matrix product, in a listing by nvdisasm with control codes."""
+def consumer_loop(text: str) -> Loop | None:
+    """The loop that holds the first and the last matrix product, in a listing by nvdisasm with control codes.
+
+    None where there is no such loop, or no usual way through it is found.
+    """
     code: list[re.Match[str]] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -37,12 +41,19 @@ def consumer_loop(text: str) -> Loop:
         return labels[label[0]] if label else None
 
     products = [i for i, instruction in enumerate(code) if instruction["opcode"].startswith("HGMMA")]
-    ends = ((i, target(i)) for i in range(products[-1], len(code)) if code[i]["guard"])
-    end, start = next((i, to) for i, to in ends if to is not None and to <= products[0])
-    i, instructions, cycles = start, 0, 0
-    while True:
-        instructions, cycles, to = instructions + 1, cycles + int(code[i]["stall"]), target(i)
+    for end in range(products[-1], len(code)) if products else ():
+        start = target(end)
+        if start is not None and start <= products[0] and code[end]["guard"]:
+            return _walk(code, target, start, end)
+    return None
+
+
+def _walk(code: list[re.Match[str]], target: Callable[[int], int | None], start: int, end: int) -> Loop | None:
+    i, cycles = start, 0
+    for instructions in range(1, len(code) + 1):
+        cycles, to = cycles + int(code[i]["stall"]), target(i)
         if i == end:
             return Loop(instructions, cycles)
         goes = to is not None and (not code[i]["guard"] or i + _FAR < to <= end)
         i = to if goes and to is not None else i + 1
+    return None
